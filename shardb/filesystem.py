@@ -1,0 +1,264 @@
+"""The file seam: every file operation of the store goes through a `FileSystem`.
+
+Owns the names of the operations and the real implementation. Knows nothing of the store. Errors are
+plain `OSError`s; the store turns them into its own. LMDB does its own I/O below this seam and
+reports each of its commits through `database_committed`, so that a simulated file system can keep
+the images of the index that a crash may leave behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+READ = os.O_RDONLY
+WRITE = os.O_RDWR
+CREATE = os.O_CREAT
+EXCLUSIVE = os.O_EXCL
+DIRECT = getattr(os, "O_DIRECT", 0)
+
+Buffer = bytes | bytearray | memoryview | mmap.mmap
+
+# Magic numbers of statfs(2) for file systems whose locks or syncs the store cannot rely on.
+NETWORK_FILE_SYSTEMS = {
+    0x6969: "nfs",
+    0xFF534D42: "cifs",
+    0xFE534D42: "smb2",
+    0x517B: "smb",
+    0x01021997: "9p",
+    0x00C36400: "ceph",
+    0x5346414F: "afs",
+    0x47504653: "gpfs",
+    0x0BD00BD0: "lustre",
+}
+MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileStatus:
+    """What stat(2) says of a file: sizes in bytes, time in nanoseconds."""
+
+    size_bytes: int
+    modified_ns: int
+    inode: int
+    allocated_bytes: int
+    is_directory: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Space:
+    """Bytes free to this process, and bytes in all, on the file system of a path."""
+
+    free_bytes: int
+    total_bytes: int
+
+
+class FileSystem(Protocol):
+    """The operations the store is built from. All of them may raise `OSError`."""
+
+    def open(self, path: str, flags: int, mode: int = 0o666) -> int: ...
+    def close(self, file: int) -> None: ...
+    def pread(self, file: int, length: int, offset: int) -> bytes: ...
+    def pread_into(self, file: int, buffer: memoryview, offset: int) -> int: ...
+    def pwrite(self, file: int, data: Buffer, offset: int) -> int: ...
+    def fsync(self, file: int) -> None: ...
+    def fdatasync(self, file: int) -> None: ...
+    def truncate(self, file: int, length: int) -> None: ...
+    def allocate(self, file: int, length: int, *, keep_size: bool) -> None: ...
+    def map(self, file: int, length: int, *, writable: bool) -> mmap.mmap: ...
+    def lock(self, file: int, *, exclusive: bool, blocking: bool) -> bool: ...
+    def unlock(self, file: int) -> None: ...
+    def status(self, path: str) -> FileStatus: ...
+    def exists(self, path: str) -> bool: ...
+    def list(self, path: str) -> list[str]: ...
+    def make_directory(self, path: str) -> None: ...
+    def remove_directory(self, path: str) -> None: ...
+    def rename(self, source: str, target: str) -> None: ...
+    def unlink(self, path: str) -> None: ...
+    def sync_directory(self, path: str) -> None: ...
+    def space(self, path: str) -> Space: ...
+    def kind(self, path: str) -> str: ...
+    def database_committed(self, path: str) -> None: ...
+
+
+class RealFileSystem:
+    """The operating system's files."""
+
+    def open(self, path: str, flags: int, mode: int = 0o666) -> int:
+        return os.open(path, flags | os.O_CLOEXEC, mode)
+
+    def close(self, file: int) -> None:
+        os.close(file)
+
+    def pread(self, file: int, length: int, offset: int) -> bytes:
+        return os.pread(file, length, offset)
+
+    def pread_into(self, file: int, buffer: memoryview, offset: int) -> int:
+        return os.preadv(file, [buffer], offset)
+
+    def pwrite(self, file: int, data: Buffer, offset: int) -> int:
+        return os.pwrite(file, data, offset)
+
+    def fsync(self, file: int) -> None:
+        os.fsync(file)
+
+    def fdatasync(self, file: int) -> None:
+        os.fdatasync(file)
+
+    def truncate(self, file: int, length: int) -> None:
+        os.ftruncate(file, length)
+
+    def allocate(self, file: int, length: int, *, keep_size: bool) -> None:
+        _fallocate(file, length, keep_size=keep_size)
+
+    def map(self, file: int, length: int, *, writable: bool) -> mmap.mmap:
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        return mmap.mmap(file, length, flags=mmap.MAP_SHARED, prot=access)
+
+    def lock(self, file: int, *, exclusive: bool, blocking: bool) -> bool:
+        """Take flock(2); False when it is held elsewhere and `blocking` is False."""
+        mode = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
+        try:
+            fcntl.flock(file, mode if blocking else mode | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def unlock(self, file: int) -> None:
+        fcntl.flock(file, fcntl.LOCK_UN)
+
+    def status(self, path: str) -> FileStatus:
+        stat = os.stat(path)
+        return FileStatus(
+            size_bytes=stat.st_size,
+            modified_ns=stat.st_mtime_ns,
+            inode=stat.st_ino,
+            allocated_bytes=stat.st_blocks * 512,
+            is_directory=os.path.isdir(path),
+        )
+
+    def exists(self, path: str) -> bool:
+        return os.path.lexists(path)
+
+    def list(self, path: str) -> list[str]:
+        return sorted(os.listdir(path))
+
+    def make_directory(self, path: str) -> None:
+        os.mkdir(path)
+
+    def remove_directory(self, path: str) -> None:
+        os.rmdir(path)
+
+    def rename(self, source: str, target: str) -> None:
+        os.replace(source, target)
+
+    def unlink(self, path: str) -> None:
+        os.unlink(path)
+
+    def sync_directory(self, path: str) -> None:
+        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+    def space(self, path: str) -> Space:
+        stat = os.statvfs(path)
+        return Space(
+            free_bytes=stat.f_bavail * stat.f_frsize, total_bytes=stat.f_blocks * stat.f_frsize
+        )
+
+    def kind(self, path: str) -> str:
+        """`"network:nfs"`, `"memory:tmpfs"` or `"disk"`, by the magic number of statfs(2)."""
+        magic = _statfs_magic(path)
+        if magic in NETWORK_FILE_SYSTEMS:
+            return f"network:{NETWORK_FILE_SYSTEMS[magic]}"
+        if magic in MEMORY_FILE_SYSTEMS:
+            return f"memory:{MEMORY_FILE_SYSTEMS[magic]}"
+        return "disk"
+
+    def database_committed(self, path: str) -> None:
+        """Nothing to do on real files."""
+
+
+def write_all(files: FileSystem, file: int, data: Buffer, offset: int) -> None:
+    """Write every byte of `data` at `offset`, however short the single writes are.
+
+    Raises OSError(ENOSPC) when a write makes no progress.
+    """
+    view = memoryview(data).cast("B")
+    written_bytes = 0
+    while written_bytes < len(view):
+        count = files.pwrite(file, view[written_bytes:], offset + written_bytes)
+        if count <= 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written_bytes += count
+
+
+def read_exactly(files: FileSystem, file: int, length: int, offset: int) -> bytes:
+    """Read `length` bytes at `offset`, or fewer when the file ends before."""
+    parts: list[bytes] = []
+    read_bytes = 0
+    while read_bytes < length:
+        part = files.pread(file, length - read_bytes, offset + read_bytes)
+        if not part:
+            break
+        parts.append(part)
+        read_bytes += len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def read_file(files: FileSystem, path: str, *, limit_bytes: int) -> bytes:
+    """The whole content of a small file; OSError(EFBIG) when it is larger than `limit_bytes`."""
+    with opened(files, path, READ) as file:
+        data = read_exactly(files, file, limit_bytes + 1, 0)
+    if len(data) > limit_bytes:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path)
+    return data
+
+
+@contextmanager
+def opened(files: FileSystem, path: str, flags: int) -> Iterator[int]:
+    """Open for the length of a block."""
+    file = files.open(path, flags)
+    try:
+        yield file
+    finally:
+        files.close(file)
+
+
+def write_file_durably(files: FileSystem, path: str, data: bytes) -> None:
+    """Create or replace `path` atomically: written beside, synced, renamed, directory synced."""
+    partial = f"{path}.partial"
+    with opened(files, partial, WRITE | CREATE | os.O_TRUNC) as file:
+        write_all(files, file, data, 0)
+        files.fsync(file)
+    files.rename(partial, path)
+    files.sync_directory(os.path.dirname(path))
+
+
+_FALLOC_FL_KEEP_SIZE = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _fallocate(file: int, length: int, *, keep_size: bool) -> None:
+    mode = _FALLOC_FL_KEEP_SIZE if keep_size else 0
+    result = _libc.fallocate(file, mode, ctypes.c_int64(0), ctypes.c_int64(length))
+    if result != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+def _statfs_magic(path: str) -> int:
+    """The f_type field of struct statfs: its first long on Linux; 0 where it cannot be had."""
+    buffer = ctypes.create_string_buffer(256)
+    if _libc.statfs(os.fsencode(path), buffer) != 0:
+        return 0
+    return ctypes.c_ulong.from_buffer(buffer).value & 0xFFFFFFFF
