@@ -1,0 +1,59 @@
+# Two commands matter: `make demo` (see a model learn) and `make test` (everything that is checked).
+# Both work in an empty environment: they make .venv, install what they need once, then run.
+
+PYTHON ?= $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 python3.11,\
+	$(shell $(p) -c 'import sys; sys.version_info >= (3, 11) and print("$(p)")' 2>/dev/null)))
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+INPUTS := pyproject.toml constraints.txt Makefile
+
+.DEFAULT_GOAL := help
+.PHONY: help demo demo-clean test lint format clean python-check
+.DELETE_ON_ERROR:
+
+help: ## This list
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.installed ## Train a small model on real text, kill it, resume it (TEXT=path for your own text)
+	@$(BIN)/python tools/demo.py
+
+demo-clean: $(VENV)/.installed ## Delete what `make demo` made
+	@$(BIN)/python tools/demo.py --clean
+
+test: lint ## Lint, types, then every test
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-test ## Lint, format and strict types, without changing anything
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: $(VENV)/.installed-test ## Format the sources and mend what can be mended by itself
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean: ## Delete .venv and every cache; runs and stores are not touched
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+python-check:
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; none is on the PATH." \
+	  "Install one, or name it: make demo PYTHON=/path/to/python3.11"; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
+	  "Name a newer one: make demo PYTHON=/path/to/python3.11"; exit 2; }
+
+$(BIN)/python: | python-check
+	@echo "making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "could not make $(VENV): Python's venv module is needed (Debian: python3-venv)"; exit 2; }
+
+$(VENV)/.installed: $(INPUTS) | $(BIN)/python
+	@echo "installing the package into $(VENV): once, a few minutes"
+	@$(PIP) install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+$(VENV)/.installed-test: $(INPUTS) | $(BIN)/python
+	@echo "installing the package and its test tools into $(VENV): once, a few minutes"
+	@$(PIP) install --quiet --constraint constraints.txt --editable '.[test]'
+	@touch $(VENV)/.installed $@

@@ -1,0 +1,30 @@
+"""What every test shares: where real corpora are, and a machine kept quiet."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Two cores are the reference machine; a test that lets every library start a thread a core is
+# slower there, and its timing means nothing.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """Give the root of the working tree."""
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Give the folder of real corpora, or skip: they are too large to travel with the sources."""
+    folder = Path(os.environ.get("SHARDB_DATA", REPOSITORY.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no corpora at {folder}: set SHARDB_DATA to a folder that holds corpora/")
+    return folder
