@@ -1,0 +1,72 @@
+"""The decoder's arithmetic, as pure functions of tensors.
+
+Shapes: B rows, T positions, D hidden size, H query heads, G key/value heads, K head width,
+F intermediate size. Tensor names end in their shape where it helps (x_BTD).
+
+Every function works in the dtype of its input; sums of squares and angles are taken in fp32, and
+rounded to that dtype where Llama's published definition rounds, so that an exported model gives
+the same bits. Knows nothing of stages, shards or autograd modes.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Divide by the root mean square over the last axis, then scale by `weight`.
+
+    In half precision the quotient is rounded before the scaling, as Llama does.
+    """
+    width = (x.shape[-1],)
+    if x.dtype.itemsize >= 4:
+        return F.rms_norm(x, width, weight, eps)
+    return F.rms_norm(x.float(), width, None, eps).to(x.dtype) * weight
+
+
+def swiglu(x_BTD: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> Tensor:
+    """Compute down(silu(gate(x)) * up(x))."""
+    return F.linear(F.silu(F.linear(x_BTD, gate_FD)) * F.linear(x_BTD, up_FD), down_DF)
+
+
+def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
+    """Turn each pair (i, i + K/2) of a head by its position's angle."""
+    first, second = x_BHTK.chunk(2, dim=-1)
+    return x_BHTK * cos_TK + torch.cat((-second, first), dim=-1) * sin_TK
+
+
+@lru_cache(maxsize=8)
+def rotary_angles(
+    positions: int, head_dim: int, theta: float, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Give cosine and sine [T, K] of position times theta^(-2i/K), rounded to `dtype`.
+
+    The cache holds values that follow from the arguments alone; tables are never written to.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    frequencies = 1.0 / (theta**exponents)
+    angles_TK2 = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies[None, :]
+    angles_TK = torch.cat((angles_TK2, angles_TK2), dim=-1)
+    return angles_TK.cos().to(device, dtype), angles_TK.sin().to(device, dtype)
+
+
+def causal_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
+    """Attend to the past with scale 1/sqrt(K); query head h reads key head h // (H / G)."""
+    grouped = q_BHTK.shape[1] != k_BGTK.shape[1]
+    return F.scaled_dot_product_attention(
+        q_BHTK, k_BGTK, v_BGTK, is_causal=True, enable_gqa=grouped
+    )
+
+
+def split_heads(x_BTW: Tensor, head_dim: int) -> Tensor:
+    """View [B, T, heads * K] as [B, heads, T, K]."""
+    return x_BTW.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+
+
+def merge_heads(x_BHTK: Tensor) -> Tensor:
+    """Lay [B, heads, T, K] out as [B, T, heads * K]."""
+    return x_BHTK.transpose(1, 2).flatten(2)

@@ -1,0 +1,224 @@
+"""The model as a list of stages that each run alone.
+
+Owns the stages' names, their parameters' names and shapes (those of Llama inside a block), and
+each stage's pure `forward`. Knows nothing of where parameters come from, of autograd modes or of
+stores. Invariant: `forward` reads nothing but its arguments and the configuration, so that running
+it twice gives the same bits.
+
+Shapes: see layers.py; V vocabulary, D hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardb import TensorSpec
+from trainer.model import layers
+from trainer.model.config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parameter:
+    """The shape of a parameter and the rule of its first value."""
+
+    shape: tuple[int, ...]
+    initial: Literal["normal", "ones", "zeros"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage(ABC):
+    """One step of the model's forward pass and the parameters it needs.
+
+    `keeps_master_dtype` is true where parameters are only looked up: they are used as stored, and
+    the output is cast to the compute dtype instead.
+    """
+
+    config: ModelConfig
+
+    keeps_master_dtype: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Give the name that the stage's shards carry: `params/<name>` and `optim/<name>`."""
+
+    @property
+    @abstractmethod
+    def parameters(self) -> dict[str, Parameter]:
+        """Give every parameter by name, in the order in which norms are summed."""
+
+    @abstractmethod
+    def forward(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """Compute the output from the parameters and the previous stage's output."""
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """Give the stored form of the parameters: fp32 masters."""
+        return {name: TensorSpec("F32", each.shape) for name, each in self.parameters.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Embeddings(Stage):
+    """Look up one row a token: int64 [B, T] to [B, T, D]."""
+
+    keeps_master_dtype: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:
+        return "embeddings"
+
+    @property
+    def parameters(self) -> dict[str, Parameter]:
+        return {"weight": _matrix(self.config.vocab_size, self.config.hidden_size)}
+
+    def forward(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return F.embedding(x, params["weight"])
+
+
+@dataclass(frozen=True, slots=True)
+class Block(Stage):
+    """Attention, then the gated feed-forward, each normalised first and added to its input."""
+
+    index: int
+
+    @property
+    def name(self) -> str:
+        return f"block_{self.index:03d}"
+
+    @property
+    def parameters(self) -> dict[str, Parameter]:
+        width, inner = self.config.hidden_size, self.config.intermediate_size
+        return {
+            "input_layernorm.weight": _scale(width),
+            **self._attention_parameters(),
+            "post_attention_layernorm.weight": _scale(width),
+            "mlp.gate_proj.weight": _matrix(inner, width),
+            "mlp.up_proj.weight": _matrix(inner, width),
+            "mlp.down_proj.weight": _matrix(width, inner),
+        }
+
+    def forward(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        eps = self.config.rms_norm_eps
+        x = x + self._attention(params, layers.rms_norm(x, params["input_layernorm.weight"], eps))
+        return x + layers.swiglu(
+            layers.rms_norm(x, params["post_attention_layernorm.weight"], eps),
+            params["mlp.gate_proj.weight"],
+            params["mlp.up_proj.weight"],
+            params["mlp.down_proj.weight"],
+        )
+
+    def _attention_parameters(self) -> dict[str, Parameter]:
+        config = self.config
+        outputs = {"q": config.query_size, "k": config.key_value_size, "v": config.key_value_size}
+        found = {}
+        for letter, size in outputs.items():
+            found[f"self_attn.{letter}_proj.weight"] = _matrix(size, config.hidden_size)
+            if config.attention_bias:
+                found[f"self_attn.{letter}_proj.bias"] = _bias(size)
+        found["self_attn.o_proj.weight"] = _matrix(config.hidden_size, config.query_size)
+        if config.attention_output_bias:
+            found["self_attn.o_proj.bias"] = _bias(config.hidden_size)
+        if config.qk_norm:
+            found["self_attn.q_norm.weight"] = _scale(config.head_dim)
+            found["self_attn.k_norm.weight"] = _scale(config.head_dim)
+        return found
+
+    def _attention(self, params: Mapping[str, Tensor], x_BTD: Tensor) -> Tensor:
+        config = self.config
+        q_BHTK, k_BGTK, v_BGTK = (self._heads(params, letter, x_BTD) for letter in "qkv")
+        cos_TK, sin_TK = layers.rotary_angles(
+            x_BTD.shape[1], config.head_dim, config.rope_theta, x_BTD.dtype, x_BTD.device
+        )
+        mixed_BHTK = layers.causal_attention(
+            layers.rotate(q_BHTK, cos_TK, sin_TK), layers.rotate(k_BGTK, cos_TK, sin_TK), v_BGTK
+        )
+        return F.linear(
+            layers.merge_heads(mixed_BHTK),
+            params["self_attn.o_proj.weight"],
+            params.get("self_attn.o_proj.bias"),
+        )
+
+    def _heads(self, params: Mapping[str, Tensor], letter: str, x_BTD: Tensor) -> Tensor:
+        projected = F.linear(
+            x_BTD,
+            params[f"self_attn.{letter}_proj.weight"],
+            params.get(f"self_attn.{letter}_proj.bias"),
+        )
+        heads = layers.split_heads(projected, self.config.head_dim)
+        norm_K = params.get(f"self_attn.{letter}_norm.weight")
+        return heads if norm_K is None else layers.rms_norm(heads, norm_K, self.config.rms_norm_eps)
+
+
+@dataclass(frozen=True, slots=True)
+class FinalNorm(Stage):
+    """Normalise the last block's output: [B, T, D] to [B, T, D]."""
+
+    @property
+    def name(self) -> str:
+        return "final_norm"
+
+    @property
+    def parameters(self) -> dict[str, Parameter]:
+        return {"weight": _scale(self.config.hidden_size)}
+
+    def forward(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return layers.rms_norm(x, params["weight"], self.config.rms_norm_eps)
+
+
+@dataclass(frozen=True, slots=True)
+class LmHead(Stage):
+    """Score every vocabulary entry: [..., D] to [..., V].
+
+    Tied to the embeddings it has no shard of its own: it carries the embeddings' name.
+    """
+
+    @property
+    def name(self) -> str:
+        return "embeddings" if self.config.tied_embeddings else "lm_head"
+
+    @property
+    def parameters(self) -> dict[str, Parameter]:
+        return {"weight": _matrix(self.config.vocab_size, self.config.hidden_size)}
+
+    def forward(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return F.linear(x, params["weight"])
+
+
+def build_trunk(config: ModelConfig) -> list[Stage]:
+    """Give every stage before the head, in forward order."""
+    blocks = [Block(config, index) for index in range(config.num_layers)]
+    return [Embeddings(config), *blocks, FinalNorm(config)]
+
+
+def build_stages(config: ModelConfig) -> list[Stage]:
+    """Give every stage that owns shards, in forward order: a tied head owns none."""
+    trunk = build_trunk(config)
+    return trunk if config.tied_embeddings else [*trunk, LmHead(config)]
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Count every trained number once."""
+    return sum(
+        math.prod(parameter.shape)
+        for stage in build_stages(config)
+        for parameter in stage.parameters.values()
+    )
+
+
+def _matrix(*shape: int) -> Parameter:
+    return Parameter(shape=shape, initial="normal")
+
+
+def _scale(width: int) -> Parameter:
+    return Parameter(shape=(width,), initial="ones")
+
+
+def _bias(width: int) -> Parameter:
+    return Parameter(shape=(width,), initial="zeros")
