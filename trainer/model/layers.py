@@ -64,7 +64,7 @@ def causal_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
 
 def split_heads(x_BTW: Tensor, head_dim: int) -> Tensor:
     """View [B, T, heads * K] as [B, heads, T, K]."""
-    return x_BTW.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+    return x_BTW.view(*x_BTW.shape[:-1], -1, head_dim).transpose(1, 2)
 
 
 def merge_heads(x_BHTK: Tensor) -> Tensor:

@@ -61,7 +61,10 @@ class Stage(ABC):
     @property
     def specs(self) -> dict[str, TensorSpec]:
         """Give the stored form of the parameters: fp32 masters."""
-        return {name: TensorSpec("F32", each.shape) for name, each in self.parameters.items()}
+        return {
+            name: TensorSpec(dtype="F32", shape=each.shape)
+            for name, each in self.parameters.items()
+        }
 
 
 @dataclass(frozen=True, slots=True)
