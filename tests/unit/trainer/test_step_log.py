@@ -74,7 +74,7 @@ def test_missing_lines_are_made_again_from_the_commits(tmp_path: Path) -> None:
 
 def test_a_fresh_log_begins_empty(tmp_path: Path) -> None:
     folder = tmp_path / "logs"
-    open_step_log(folder, 0, lambda last: ()).close()
+    open_step_log(folder, 0, lambda _: ()).close()
     assert (folder / FILE_NAME).read_bytes() == b""
     assert last_logged_step(folder) == 0
 
