@@ -41,8 +41,5 @@ class Schedule:
         if self.shape == "constant" or self.decay_tokens == 0:
             return 1.0
         progress = min(1.0, tokens_after_warmup / self.decay_tokens)
-        if self.shape == "cosine":
-            fall = 0.5 * (1.0 - math.cos(math.pi * progress))
-        else:
-            fall = progress
+        fall = 0.5 * (1.0 - math.cos(math.pi * progress)) if self.shape == "cosine" else progress
         return 1.0 - (1.0 - self.min_lr_ratio) * fall

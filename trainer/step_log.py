@@ -83,7 +83,7 @@ def last_logged_step(folder: Path) -> int:
 
 
 def encode_line(line: Mapping[str, Any]) -> bytes:
-    """Give one line of JSON; numbers that are not finite become null, as JSON has no word for them."""
+    """Give one line of JSON; a number that is not finite becomes null: JSON has no word for it."""
     return json.dumps(_finite(line), allow_nan=False).encode() + b"\n"
 
 
