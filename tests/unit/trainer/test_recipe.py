@@ -1,0 +1,198 @@
+"""Does a recipe hold what decides the bits, refuse what is wrong, and change only where it may?"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from trainer.errors import InputError
+from trainer.model.config import ModelConfig
+from trainer.recipe import Recipe, Settings
+from trainer.recipe_build import (
+    PRESET_TRAINING,
+    DataFacts,
+    changes,
+    check_given,
+    new_model,
+    new_run,
+    resumed_run,
+)
+from trainer.recipe_flags import FLAGS, Scope, fields_of
+
+DATA = DataFacts(seq_len=16, digest="d" * 32, end_of_text_id=0)
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "num_layers": 1,
+    "num_heads": 2,
+    "intermediate_size": 32,
+}
+
+
+def begin(**given: Any) -> tuple[Recipe, Settings]:
+    return new_run({"data_dir": "rows", **SIZES, **given}, DATA, device="cpu", threads=1)
+
+
+def test_every_field_of_recipe_and_settings_has_a_flag_or_comes_from_the_data() -> None:
+    flags = {flag.field for flag in FLAGS}
+    names = {f.name for record in (Recipe, Settings) for f in fields(record)}
+    assert names - flags == {"model", "data_digest"}
+    config = {f.name for f in fields(ModelConfig)}
+    assert fields_of(Scope.MODEL) == config
+
+
+def test_flags_are_named_once_and_explained() -> None:
+    names = [name for flag in FLAGS for name in flag.names]
+    assert len(names) == len(set(names))
+    assert all(flag.help.endswith((".", "]")) for flag in FLAGS)
+
+
+def test_a_recipe_reads_back_as_it_was_written() -> None:
+    recipe, settings = begin(learning_rate=1.1e-5, seed=2**62, beta1=0.1 + 0.2)
+    assert Recipe.from_bytes(recipe.to_bytes()) == recipe
+    assert Settings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
+
+
+def test_the_digest_knows_every_bit_and_no_path_or_stop() -> None:
+    recipe, _ = begin()
+    same, _ = begin(data_dir="elsewhere", max_steps=20, validate_every=3, prefetch_shards="cpu")
+    assert same.digest == recipe.digest
+    assert begin(learning_rate=3.0000001e-4)[0].digest != recipe.digest
+    assert begin(seed=1)[0].digest != recipe.digest
+    assert begin(rope_theta=10001.0)[0].digest != recipe.digest
+    assert replace(recipe, threads=2).digest != recipe.digest
+
+
+def test_a_recipe_of_a_newer_version_is_refused() -> None:
+    recipe, settings = begin()
+    values = json.loads(recipe.to_bytes())
+    with pytest.raises(InputError, match="newer version"):
+        Recipe.from_bytes(json.dumps({**values, "format": 2}).encode())
+    with pytest.raises(InputError, match="guard"):
+        Recipe.from_bytes(json.dumps({**values, "guard": 1}).encode())
+    with pytest.raises(InputError, match="tiers"):
+        Settings.from_json({**settings.to_json(), "tiers": 2})
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "says"),
+    [
+        ("learning_rate", 0.0, "above 0"),
+        ("learning_rate", float("nan"), "above 0"),
+        ("learning_rate", float("inf"), "at most"),
+        ("weight_decay", -0.1, "at least 0"),
+        ("beta1", 1.0, "below 1"),
+        ("beta2", -0.1, "below 1"),
+        ("adam_eps", 0.0, "above 0"),
+        ("max_grad_norm", 0.0, "above 0"),
+        ("micro_batch_size", 0, "at least 1"),
+        ("gradient_accumulation_steps", 0, "at least 1"),
+        ("lm_head_chunk_tokens", 0, "at least 1"),
+        ("warmup_tokens", -1, "at least 0"),
+        ("min_lr_ratio", 1.5, "at most 1"),
+        ("max_steps", -1, "at least 0"),
+        ("max_validation_batches", 0, "at least 1"),
+        ("max_pending_shard_writes", 0, "at least 1"),
+        ("seed", -1, "at least 0"),
+        ("grad_clip_mode", "norm", "global, shard, none"),
+        ("lr_schedule", "steps", "constant, tokens"),
+        ("lr_schedule", "cosine", "--decay-tokens"),
+        ("prefetch_shards", "disk", "off, cpu"),
+        ("max_position_embeddings", 15, "16 tokens"),
+        ("hidden_size", 15, "hidden_size"),
+        ("dropout", 0.1, "dropout"),
+        ("num_kv_heads", 3, "num_kv_heads"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(flag: str, value: Any, says: str) -> None:
+    with pytest.raises(InputError, match=says) as caught:
+        begin(**{flag: value})
+    assert caught.value.exit_code == 2
+    assert flag in str(caught.value).replace("--", "").replace("-", "_")
+
+
+def test_without_a_preset_every_size_is_asked_for_by_name() -> None:
+    with pytest.raises(InputError, match=r"--preset demo.*--num-layers"):
+        new_model({"vocab_size": 64})
+
+
+def test_flags_change_a_presets_fields_and_its_derived_widths_follow() -> None:
+    demo = new_model({"preset": "demo"})
+    wider = new_model({"preset": "demo", "hidden_size": demo.hidden_size * 2})
+    assert wider.head_dim == demo.head_dim * 2
+    assert wider.num_layers == demo.num_layers
+    assert wider.num_kv_heads == wider.num_heads
+    fewer = new_model({"preset": "demo", "num_heads": 2})
+    assert (fewer.num_heads, fewer.num_kv_heads) == (2, 2)
+
+
+def test_token_ids_are_the_datas_unless_given() -> None:
+    model = new_model({**SIZES, "bos_token_id": 5}, end_of_text_id=9)
+    assert (model.bos_token_id, model.eos_token_id, model.pad_token_id) == (5, 9, 9)
+
+
+def test_a_presets_training_is_a_default_that_flags_override() -> None:
+    rate = PRESET_TRAINING["demo"]["learning_rate"]
+    given = {"preset": "demo", "data_dir": "rows"}
+    assert new_run(given, DATA, device="cpu", threads=1)[0].learning_rate == rate
+    given["learning_rate"] = 1e-5  # type: ignore[assignment]
+    assert new_run(given, DATA, device="cpu", threads=1)[0].learning_rate == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("hidden_size", 32), ("seed", 8), ("seq_len", 8), ("tied_embeddings", True)],
+)
+def test_what_is_fixed_may_not_change_on_resume(flag: str, value: Any) -> None:
+    recipe, settings = begin(seed=7)
+    with pytest.raises(InputError, match="--" + flag.replace("_", "-")):
+        resumed_run(recipe, settings, {flag: value}, device=None)
+
+
+def test_repeating_the_first_command_changes_nothing() -> None:
+    given = {"data_dir": "rows", **SIZES, "seed": 7, "learning_rate": 1e-3, "max_steps": 5}
+    recipe, settings = new_run(given, DATA, device="cpu", threads=1)
+    again, settings_again = resumed_run(recipe, settings, given, device="cpu")
+    assert changes(recipe, again) == {}
+    assert changes(settings, settings_again) == {}
+
+
+def test_changed_training_flags_are_applied_and_listed() -> None:
+    recipe, settings = begin()
+    new, new_settings = resumed_run(
+        recipe, settings, {"learning_rate": 1e-5, "decay_tokens": 9, "max_steps": 20}, device=None
+    )
+    assert changes(recipe, new) == {"learning_rate": (3e-4, 1e-5), "decay_tokens": (0, 9)}
+    assert changes(settings, new_settings) == {"max_steps": (None, 20)}
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("dtype", "fp16"),
+        ("optimizer", "lion"),
+        ("prefetch_shards", "gpu"),
+        ("master_weight_dtype", "bf16"),
+        ("active_run_dir", "/somewhere"),
+        ("guarded_step_replay", True),
+        ("global_optimizer_every", 50),
+    ],
+)
+def test_what_is_not_built_says_so(flag: str, value: Any) -> None:
+    with pytest.raises(InputError, match="not available yet"):
+        check_given({flag: value})
+
+
+def test_flags_without_effect_are_noted_and_those_switched_off_pass() -> None:
+    notes = check_given({"max_resident_shards": 12, "clear_cuda_cache_between_shards": False})
+    assert [note.split(" ")[0] for note in notes] == [
+        "--max-resident-shards",
+        "--clear-cuda-cache-between-shards",
+    ]
+    assert check_given({"guarded_step_replay": False, "global_optimizer_every": 0}) == []
+    assert check_given({"shard_storage_format": "safetensors"}) != []
+    with pytest.raises(InputError, match="always safetensors"):
+        check_given({"shard_storage_format": "torch"})

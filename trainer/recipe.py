@@ -1,0 +1,223 @@
+"""What a run was asked to do: the `Recipe` that decides its bits and the `Settings` that do not.
+
+Owns both records, their checks, their JSON and the recipe's digest. Knows nothing of flags, stores
+or files. Invariants: two runs with equal recipes make equal shards at every step on one machine, so
+nothing that depends on a path, a clock or a stopping point is in a recipe; everything that can
+change a bit is. The settings travel in the state of each commit, the recipe in the shard
+`meta/recipe`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import xxhash
+
+from trainer.errors import InputError
+from trainer.model.config import ModelConfig
+from trainer.schedule import SHAPES, Schedule
+
+FORMAT = 1
+CHOICES: dict[str, tuple[str, ...]] = {
+    "dtype": ("fp32", "bf16"),
+    "master_weight_dtype": ("fp32",),
+    "optimizer": ("adamw",),
+    "weight_decay_scope": ("all", "matrices"),
+    "grad_clip_mode": ("global", "shard", "none"),
+    "lr_schedule": SHAPES,
+    "prefetch_shards": ("off", "cpu"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """Everything that decides the bytes of a run's shards."""
+
+    model: ModelConfig
+    data_digest: str
+    seq_len: int
+    seed: int
+    device: str
+    threads: int
+    dtype: str = "fp32"
+    master_weight_dtype: str = "fp32"
+    micro_batch_size: int = 8
+    gradient_accumulation_steps: int = 1
+    shuffle_train: bool = True
+    optimizer: str = "adamw"
+    learning_rate: float = 3e-4
+    weight_decay: float = 0.05
+    weight_decay_scope: str = "all"
+    beta1: float = 0.9
+    beta2: float = 0.95
+    adam_eps: float = 1e-8
+    max_grad_norm: float = 1.0
+    grad_clip_mode: str = "global"
+    lr_schedule: str = "constant"
+    warmup_tokens: int = 0
+    decay_tokens: int = 0
+    min_lr_ratio: float = 0.1
+    lm_head_chunk_tokens: int = 4096
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        _check_numbers(self)
+        if self.seq_len > self.model.max_position_embeddings:
+            raise InputError(
+                f"the rows hold {self.seq_len} tokens (--seq-len), more than"
+                f" --max-position-embeddings {self.model.max_position_embeddings}:"
+                " raise it, or prepare shorter rows"
+            )
+        if self.lr_schedule in ("linear", "cosine") and self.decay_tokens == 0:
+            raise InputError(
+                f"--lr-schedule {self.lr_schedule} needs --decay-tokens: over how many tokens the"
+                " rate falls (--max-steps is only a stop and never a schedule's horizon)"
+            )
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows that one step consumes, over all its micro-batches."""
+        return self.micro_batch_size * self.gradient_accumulation_steps
+
+    @property
+    def schedule(self) -> Schedule:
+        """The learning rate over tokens."""
+        return Schedule(
+            shape=self.lr_schedule,
+            peak=self.learning_rate,
+            warmup_tokens=self.warmup_tokens,
+            decay_tokens=self.decay_tokens,
+            min_lr_ratio=self.min_lr_ratio,
+        )
+
+    @property
+    def digest(self) -> str:
+        """xxh3-128 of the canonical JSON, in hex."""
+        return xxhash.xxh3_128_hexdigest(self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """Give canonical JSON: sorted keys, no spaces, so that equal recipes are equal bytes."""
+        values = _plain(self) | {"model": self.model.to_json(), "format": FORMAT}
+        return canonical_json(values)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Recipe:
+        """Read what `to_bytes` wrote; InputError when a newer version wrote it."""
+        values = json.loads(data)
+        if values.pop("format") != FORMAT:
+            raise InputError("this run's recipe was written by a newer version: update to read it")
+        model = ModelConfig.from_json(values.pop("model"))
+        _refuse_unknown(cls, values, extra=("model",))
+        return cls(model=model, **values)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """How a run is carried out: where its data lies, when it stops, what is measured and kept."""
+
+    data_dir: str
+    val_data_dir: str | None = None
+    preset: str | None = None
+    max_steps: int | None = None
+    validate_every: int = 100
+    max_validation_batches: int = 50
+    snapshot_every: int = 0
+    prefetch_shards: str = "off"
+    async_shard_writes: bool = True
+    max_pending_shard_writes: int = 4
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        _check_numbers(self)
+
+    def to_json(self) -> dict[str, Any]:
+        """Give a plain dictionary, for the state of a commit."""
+        return _plain(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Settings:
+        """Read what `to_json` gave."""
+        _refuse_unknown(cls, values)
+        return cls(**values)
+
+
+def canonical_json(values: Mapping[str, Any]) -> bytes:
+    """Encode with sorted keys and without spaces; floats keep all their digits."""
+    return json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def flag_of(field: str) -> str:
+    """Name the flag that sets a field: `rope_theta` is `--rope-theta`."""
+    return "--" + field.replace("_", "-")
+
+
+# Lowest and highest allowed value; a third element True excludes the lowest itself.
+_LIMITS: dict[str, tuple[float, float, bool]] = {
+    "seq_len": (1, 2**20, False),
+    "seed": (0, 2**63 - 1, False),
+    "threads": (1, 4096, False),
+    "micro_batch_size": (1, 2**20, False),
+    "gradient_accumulation_steps": (1, 2**20, False),
+    "learning_rate": (0.0, 100.0, True),
+    "weight_decay": (0.0, 100.0, False),
+    "adam_eps": (0.0, 1.0, True),
+    "max_grad_norm": (0.0, math.inf, True),
+    "warmup_tokens": (0, 2**63 - 1, False),
+    "decay_tokens": (0, 2**63 - 1, False),
+    "min_lr_ratio": (0.0, 1.0, False),
+    "lm_head_chunk_tokens": (1, 2**31, False),
+    "max_steps": (0, 2**53, False),
+    "validate_every": (0, 2**53, False),
+    "max_validation_batches": (1, 2**53, False),
+    "snapshot_every": (0, 2**53, False),
+    "max_pending_shard_writes": (1, 4096, False),
+}
+
+
+def _check_choices(record: Recipe | Settings) -> None:
+    for field in fields(record):
+        allowed = CHOICES.get(field.name)
+        value = getattr(record, field.name)
+        if allowed is not None and value not in allowed:
+            raise InputError(
+                f"{flag_of(field.name)} is {value!r}: choose from {', '.join(allowed)}"
+            )
+
+
+def _check_numbers(record: Recipe | Settings) -> None:
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if value is None:
+            continue
+        if field.name in ("beta1", "beta2") and not 0.0 <= value < 1.0:
+            raise InputError(f"{flag_of(field.name)} is {value}: it must be at least 0 and below 1")
+        if field.name in _LIMITS:
+            _check_limits(field.name, value)
+
+
+def _check_limits(name: str, value: float) -> None:
+    lowest, highest, lowest_excluded = _LIMITS[name]
+    below = value <= lowest if lowest_excluded else value < lowest
+    if below or value > highest or math.isnan(value):
+        least = f"above {lowest:g}" if lowest_excluded else f"at least {lowest:g}"
+        most = "" if math.isinf(highest) else f" and at most {highest:g}"
+        raise InputError(f"{flag_of(name)} is {value}: it must be {least}{most}")
+
+
+def _plain(record: Recipe | Settings) -> dict[str, Any]:
+    return {f.name: getattr(record, f.name) for f in fields(record) if f.name != "model"}
+
+
+def _refuse_unknown(
+    record: type[Recipe] | type[Settings], values: Mapping[str, Any], extra: tuple[str, ...] = ()
+) -> None:
+    unknown = set(values) - {field.name for field in fields(record)} - set(extra)
+    if unknown:
+        raise InputError(
+            f"this run was written by a newer version: {record.__name__.lower()} has"
+            f" {', '.join(sorted(unknown))}, which this version does not know"
+        )
