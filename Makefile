@@ -16,10 +16,10 @@ help: ## This list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed ## Train a small model on real text, kill it, resume it (TEXT=path for your own text)
-	@$(BIN)/python tools/demo.py
+	@$(BIN)/python -m tools.demo
 
 demo-clean: $(VENV)/.installed ## Delete what `make demo` made
-	@$(BIN)/python tools/demo.py --clean
+	@$(BIN)/python -m tools.demo --clean
 
 test: lint ## Lint, types, then every test
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
