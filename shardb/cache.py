@@ -1,0 +1,69 @@
+"""Images of committed objects that are still in memory.
+
+Owns the least-recently-used set of buffers that transactions filled: the next step reads the same
+shards, and their bytes in memory are the bytes on disk. An evicted buffer is reused only when the
+last array over it is gone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+from shardb.buffers import BufferPool, Bytes, PooledBuffer
+from shardb.layout import Layout
+
+
+class ImageCache:
+    """Digest to (layout, buffer), at most `limit_bytes` in all."""
+
+    def __init__(self, pool: BufferPool, limit_bytes: int) -> None:
+        self._pool = pool
+        self._limit_bytes = limit_bytes
+        self._bytes = 0
+        self._images: OrderedDict[str, tuple[Layout, PooledBuffer]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def bytes(self) -> int:
+        return self._bytes
+
+    def get(self, digest: str) -> tuple[Layout, Bytes] | None:
+        """The image of an object, read-only, if it is here."""
+        with self._lock:
+            found = self._images.get(digest)
+            if found is None:
+                return None
+            self._images.move_to_end(digest)
+            layout, buffer = found
+            return layout, buffer.array(layout.size_bytes, writable=False)
+
+    def put(self, digest: str, layout: Layout, buffer: PooledBuffer) -> None:
+        """Take over a buffer that holds the object `digest`."""
+        with self._lock:
+            known = digest in self._images
+            if not known:
+                self._images[digest] = (layout, buffer)
+                self._bytes += buffer.size_bytes
+            evicted = [] if known else self._evict()
+        for old in evicted:
+            old.release(self._pool)
+        if known:
+            buffer.release(self._pool)
+
+    def drop(self, digest: str) -> None:
+        """Forget an object that is retired."""
+        with self._lock:
+            found = self._images.pop(digest, None)
+            if found is not None:
+                self._bytes -= found[1].size_bytes
+        if found is not None:
+            found[1].release(self._pool)
+
+    def _evict(self) -> list[PooledBuffer]:
+        evicted: list[PooledBuffer] = []
+        while self._bytes > self._limit_bytes and self._images:
+            _, (_, buffer) = self._images.popitem(last=False)
+            self._bytes -= buffer.size_bytes
+            evicted.append(buffer)
+        return evicted

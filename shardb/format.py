@@ -1,0 +1,111 @@
+"""The FORMAT file and the directories of a store.
+
+Owns what makes a directory a store. FORMAT is one line of JSON with `magic`, `version`, `store_id`
+and `checksum` (xxh3-128 over the other fields); it is written last, so that a store appears only
+when everything it needs is there.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import xxhash
+
+from shardb.errors import FormatError, NotFoundError, UsageError
+from shardb.filesystem import FileSystem, read_file, write_file_durably
+
+MAGIC = "shardb"
+FORMAT_VERSION = 1
+FORMAT_LIMIT_BYTES = 4096
+DIRECTORIES = ("wal", "objects", "spare", "index", "leases", "locks")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Format:
+    """What FORMAT says."""
+
+    version: int
+    store_id: str
+
+
+def format_path(root: str) -> str:
+    return f"{root}/FORMAT"
+
+
+def encode_format(store_id: str) -> bytes:
+    fields = {"magic": MAGIC, "version": FORMAT_VERSION, "store_id": store_id}
+    return json.dumps({**fields, "checksum": _checksum(fields)}).encode() + b"\n"
+
+
+def decode_format(data: bytes, path: str) -> Format:
+    """Read FORMAT; FormatError when it is damaged, foreign or of a newer version."""
+    try:
+        fields = json.loads(data)
+        checksum = fields.pop("checksum")
+        magic, version, store_id = fields["magic"], fields["version"], fields["store_id"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise FormatError(
+            f"{path}: damaged ({error}); put the file back from a copy, or run `shardb repair`",
+            path=path,
+        ) from error
+    if magic != MAGIC:
+        raise FormatError(f"{path}: this is no shardb store (magic {magic!r})", path=path)
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise FormatError(
+            f"{path}: format version {version} is newer than this program reads "
+            f"({FORMAT_VERSION}); upgrade shardb",
+            path=path,
+        )
+    if checksum != _checksum(fields):
+        raise FormatError(
+            f"{path}: its checksum does not match; put the file back from a copy, or run "
+            "`shardb repair`",
+            path=path,
+        )
+    return Format(version=version, store_id=store_id)
+
+
+def read_format(files: FileSystem, root: str) -> Format:
+    """Read the FORMAT of a store; NotFoundError when there is no store at `root`."""
+    path = format_path(root)
+    try:
+        data = read_file(files, path, limit_bytes=FORMAT_LIMIT_BYTES)
+    except NotADirectoryError as error:
+        raise NotFoundError(f"{root}: this is a file, not a store", path=root) from error
+    except FileNotFoundError as error:
+        if files.exists(f"{root}/wal"):
+            raise FormatError(
+                f"{path}: missing, but there is a log beside it; put the file back from a copy, or "
+                "run `shardb repair`",
+                path=path,
+            ) from error
+        raise NotFoundError(
+            f"{root}: there is no store here; make one with `shardb init {root}`", path=root
+        ) from error
+    return decode_format(data, path)
+
+
+def create_directories(files: FileSystem, root: str) -> None:
+    """Make the directories of a store, durably; UsageError when something is in the way."""
+    try:
+        if not files.exists(root):
+            files.make_directory(root)
+            files.sync_directory(root.rpartition("/")[0] or "/")
+        for name in DIRECTORIES:
+            if not files.exists(f"{root}/{name}"):
+                files.make_directory(f"{root}/{name}")
+    except (FileNotFoundError, FileExistsError, NotADirectoryError) as error:
+        raise UsageError(
+            f"{root}: a store cannot be made here ({error.strerror}); its parent must be a directory",
+            path=root,
+        ) from error
+    files.sync_directory(root)
+
+
+def write_format(files: FileSystem, root: str, store_id: str) -> None:
+    write_file_durably(files, format_path(root), encode_format(store_id))
+
+
+def _checksum(fields: dict[str, object]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(fields, sort_keys=True).encode())

@@ -1,0 +1,178 @@
+"""The index: the tables of `state` in LMDB, a cache of the log for every process of the store.
+
+Owns the LMDB environment. Nothing lives only here: the position in the log that has been applied
+(`applied`) is written in the same LMDB transaction as the entries, and a missing, older or
+unreadable index is rebuilt. An environment never crosses a fork.
+
+LMDB is opened without its meta page sync (MDB_NOMETASYNC): after power loss it may be one
+transaction older, never damaged, and older is caught up from the log.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import lmdb
+import msgpack
+
+from shardb.errors import ShardbError, StorageFailedError, StorageFullError
+from shardb.filesystem import FileSystem
+from shardb.log import START, Position
+from shardb.state import TABLES
+
+# Address space, not disk: the file grows as needed. Never changed while a process may have it open.
+MAP_BYTES = 16 << 30
+READERS_MAX = 512
+T = TypeVar("T")
+
+
+class LmdbTables:
+    """The tables inside one LMDB transaction."""
+
+    def __init__(self, transaction: Any, databases: dict[str, Any]) -> None:
+        self._transaction = transaction
+        self._databases = databases
+
+    def get(self, table: str, key: str) -> Any:
+        value = self._transaction.get(key.encode(), db=self._databases[table])
+        return None if value is None else msgpack.unpackb(value, raw=False)
+
+    def put(self, table: str, key: str, value: Any) -> None:
+        packed = msgpack.packb(value, use_bin_type=True)
+        self._transaction.put(key.encode(), packed, db=self._databases[table])
+
+    def delete(self, table: str, key: str) -> None:
+        self._transaction.delete(key.encode(), db=self._databases[table])
+
+    def items(self, table: str) -> Iterator[tuple[str, Any]]:
+        with self._transaction.cursor(db=self._databases[table]) as cursor:
+            rows = [(bytes(key), bytes(value)) for key, value in cursor]
+        for key, value in rows:
+            yield key.decode(), msgpack.unpackb(value, raw=False)
+
+    def clear(self) -> None:
+        for database in self._databases.values():
+            self._transaction.drop(database, delete=False)
+
+
+class _SharedEnvironment:
+    """An LMDB environment and how many stores of this process use it."""
+
+    def __init__(self, directory: str) -> None:
+        self.users = 0
+        self.environment = lmdb.open(
+            directory,
+            map_size=MAP_BYTES,
+            max_dbs=len(TABLES),
+            max_readers=READERS_MAX,
+            metasync=False,
+            writemap=False,
+            readahead=False,
+            mode=0o666,
+        )
+        self.environment.reader_check()
+        with self.environment.begin(write=True) as transaction:
+            self.databases = {
+                name: self.environment.open_db(name.encode(), txn=transaction) for name in TABLES
+            }
+
+
+# LMDB forbids opening an environment twice in one process, so its stores share one. Keyed by process
+# and directory, so that neither a fork nor a replaced directory finds somebody else's.
+_open_environments: dict[tuple[int, int], _SharedEnvironment] = {}
+_open_lock = threading.Lock()
+
+
+class Index:
+    """The LMDB environment under one directory."""
+
+    def __init__(self, files: FileSystem, directory: str) -> None:
+        self._files = files
+        self.path = f"{directory}/data.mdb"
+        self._owner = os.getpid()
+        self._key = (self._owner, files.status(directory).inode)
+        with _open_lock:
+            shared = _open_environments.get(self._key)
+            if shared is None:
+                shared = _SharedEnvironment(directory)
+                _open_environments[self._key] = shared
+            shared.users += 1
+        self._environment = shared.environment
+        self._databases = shared.databases
+
+    def read(self, body: Callable[[LmdbTables], T]) -> T:
+        """Run `body` over one consistent state of the tables."""
+        self._check_process()
+        with self._environment.begin() as transaction:
+            return body(LmdbTables(transaction, self._databases))
+
+    def write(self, body: Callable[[LmdbTables], T]) -> T:
+        """Run `body` in a write transaction: all of its changes or none.
+
+        Raises StorageFullError or StorageFailedError when LMDB cannot write.
+        """
+        self._check_process()
+        try:
+            with self._environment.begin(write=True) as transaction:
+                result = body(LmdbTables(transaction, self._databases))
+        except (lmdb.DiskError, lmdb.MapFullError) as error:
+            raise StorageFullError(
+                f"{self.path}: the index cannot grow ({error}); free some space. The log is intact "
+                "and the index is caught up from it",
+                path=self.path,
+            ) from error
+        except lmdb.Error as error:
+            raise _storage_error(error, self.path) from error
+        self._files.database_committed(self.path)
+        return result
+
+    def exclude(self, body: Callable[[LmdbTables], T]) -> T:
+        """Run `body`, which only reads, while no other process can be in a write transaction."""
+        self._check_process()
+        transaction = self._environment.begin(write=True)
+        try:
+            return body(LmdbTables(transaction, self._databases))
+        finally:
+            transaction.abort()
+
+    def close(self) -> None:
+        """Close the environment with its last user in this process."""
+        if self._owner != os.getpid():
+            return
+        with _open_lock:
+            shared = _open_environments[self._key]
+            shared.users -= 1
+            if shared.users == 0:
+                del _open_environments[self._key]
+                shared.environment.close()
+
+    def _check_process(self) -> None:
+        assert self._owner == os.getpid(), "an index must not be used in a forked child: reopen"
+
+
+def applied_position(tables: Any) -> Position:
+    """The position in the log up to which the tables are applied."""
+    row = tables.get("meta", "applied")
+    if row is None:
+        return START
+    sequence, offset, lsn, digest = row
+    return Position(sequence=sequence, offset=offset, lsn=lsn, digest=bytes(digest))
+
+
+def put_applied_position(tables: Any, position: Position) -> None:
+    row = [position.sequence, position.offset, position.lsn, position.digest]
+    tables.put("meta", "applied", row)
+
+
+def _storage_error(error: Exception, path: str) -> ShardbError:
+    text = str(error)
+    if "No space left" in text or "quota" in text:
+        return StorageFullError(
+            f"{path}: no space for the index; free some space. The log is intact and the index is "
+            "caught up from it",
+            path=path,
+        )
+    return StorageFailedError(f"{path}: the index failed ({error}); reopen the store", path=path)

@@ -1,0 +1,150 @@
+"""The layout of an object: a `.safetensors` file whose data starts on a 4,096-byte boundary.
+
+Owns building and reading the header. The format (https://github.com/huggingface/safetensors):
+8 bytes header length, little-endian; a JSON header, padded with spaces; the tensors' bytes without
+holes. Ours pads the header so that 8 + header length is a multiple of 4,096, and orders tensors by
+(item size, bytes) descending, then name, so that matrices stay aligned. The header holds nothing
+that depends on time or place: equal tensors give equal files.
+
+Reading is strict and bounded: a foreign header cannot make it allocate more than the header's size.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardb.errors import ObjectCorruptError, UsageError
+
+DATA_ALIGNMENT_BYTES = 4096
+HEADER_LIMIT_BYTES = 100_000_000
+METADATA = {"format": "pt", "shardb": "1"}
+ITEM_BITS = {
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "U16": 16,
+    "I16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "U32": 32,
+    "I32": 32,
+    "F32": 32,
+    "U64": 64,
+    "I64": 64,
+    "F64": 64,
+    "C64": 64,
+}
+NAME_PATTERN = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.\-]*(/[A-Za-z0-9_][A-Za-z0-9_.\-]*)*$")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    """Data type (in safetensors' names) and shape of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BITS[self.dtype] // 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Where each tensor of an object lies: offsets in bytes from the start of the file."""
+
+    specs: Mapping[str, TensorSpec]
+    offsets: Mapping[str, int]
+    header: bytes
+    size_bytes: int
+
+
+def check_name(name: str, what: str) -> None:
+    """Raise UsageError unless `name` can be a shard, branch or snapshot name."""
+    if len(name) > 200 or not NAME_PATTERN.match(name) or ".." in name:
+        raise UsageError(
+            f"{what} {name!r} is not a valid name: use letters, digits, '_', '-', '.', and '/' "
+            "between parts, at most 200 characters"
+        )
+
+
+def build(specs: Mapping[str, TensorSpec]) -> Layout:
+    """Lay out tensors; UsageError for an unknown data type, a bad shape or no tensor at all."""
+    if not specs:
+        raise UsageError("a shard needs at least one tensor")
+    for name, spec in specs.items():
+        if spec.dtype not in ITEM_BITS:
+            raise UsageError(
+                f"tensor {name!r}: data type {spec.dtype!r} is unknown; use one of "
+                f"{', '.join(sorted(ITEM_BITS))}"
+            )
+        if any(not isinstance(size, int) or size < 0 for size in spec.shape):
+            raise UsageError(f"tensor {name!r}: shape {spec.shape} is not of sizes >= 0")
+    ordered = sorted(specs, key=lambda n: (-ITEM_BITS[specs[n].dtype], -specs[n].bytes, n))
+    entries: dict[str, Any] = {"__metadata__": METADATA}
+    offset = 0
+    for name in ordered:
+        spec = specs[name]
+        entries[name] = {
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "data_offsets": [offset, offset + spec.bytes],
+        }
+        offset += spec.bytes
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    start = -(-(8 + len(text)) // DATA_ALIGNMENT_BYTES) * DATA_ALIGNMENT_BYTES
+    header = (start - 8).to_bytes(8, "little") + text.ljust(start - 8)
+    offsets = {name: start + entries[name]["data_offsets"][0] for name in ordered}
+    return Layout(
+        specs={name: specs[name] for name in ordered},
+        offsets=offsets,
+        header=header,
+        size_bytes=start + offset,
+    )
+
+
+def parse(data: memoryview, path: str) -> Layout:
+    """Read the header of a safetensors file in memory; ObjectCorruptError when it is malformed."""
+
+    def refuse(reason: str) -> ObjectCorruptError:
+        return ObjectCorruptError(f"{path}: not a valid safetensors file: {reason}", path=path)
+
+    if len(data) < 8:
+        raise refuse(f"{len(data)} bytes are too few for a header")
+    length = int.from_bytes(data[:8], "little")
+    if length > HEADER_LIMIT_BYTES or 8 + length > len(data):
+        raise refuse(f"the header says it has {length} bytes; the file has {len(data)}")
+    header = bytes(data[: 8 + length])
+    try:
+        entries = json.loads(header[8:])
+    except (ValueError, RecursionError) as error:
+        raise refuse(f"the header is no JSON ({error})") from error
+    if not isinstance(entries, dict):
+        raise refuse("the header is no JSON object")
+    start = 8 + length
+    specs: dict[str, TensorSpec] = {}
+    offsets: dict[str, int] = {}
+    expected = 0
+    try:
+        tensors = sorted(
+            ((n, e) for n, e in entries.items() if n != "__metadata__"),
+            key=lambda item: item[1]["data_offsets"],
+        )
+        for name, entry in tensors:
+            spec = TensorSpec(dtype=entry["dtype"], shape=tuple(entry["shape"]))
+            begin, end = entry["data_offsets"]
+            if begin != expected or end - begin != spec.bytes or any(s < 0 for s in spec.shape):
+                raise refuse(f"tensor {name!r} does not lie where its shape says")
+            specs[name], offsets[name], expected = spec, start + begin, end
+    except (KeyError, TypeError, ValueError) as error:
+        raise refuse(f"a tensor entry is malformed ({error!r})") from error
+    if start + expected != len(data):
+        raise refuse(f"tensors end at byte {start + expected}, the file at {len(data)}")
+    return Layout(specs=specs, offsets=offsets, header=header, size_bytes=len(data))

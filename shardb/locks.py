@@ -1,0 +1,122 @@
+"""The locks of a store, all flock(2), all under `locks/`.
+
+`wal`: held for the moment of an append or a catch-up. `index`: held shared by every process that
+has the index open, so that one that comes alone knows it is alone. `branch-<name>`: held by the
+writer of a branch; its content says who that is. A lock dies with its owner.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from shardb.errors import BranchLockedError
+from shardb.filesystem import CREATE, WRITE, FileSystem, write_all
+from shardb.objects import branch_token
+
+
+class Locks:
+    """The lock files of one store."""
+
+    def __init__(self, files: FileSystem, root: str) -> None:
+        self._files = files
+        self.directory = f"{root}/locks"
+        self._branches: dict[str, int] = {}
+        self._wal: int | None = None
+        self._index: int | None = None
+
+    def _open(self, name: str) -> int:
+        return self._files.open(f"{self.directory}/{name}", WRITE | CREATE)
+
+    @contextmanager
+    def wal(self) -> Iterator[None]:
+        """Hold the log's lock for a block."""
+        if self._wal is None:
+            self._wal = self._open("wal")
+        self._files.lock(self._wal, exclusive=True, blocking=True)
+        try:
+            yield
+        finally:
+            self._files.unlock(self._wal)
+
+    def share_index(self) -> bool:
+        """Take the index's lock; True when no other process has the index open."""
+        if self._index is None:
+            self._index = self._open("index")
+        return self._files.lock(self._index, exclusive=True, blocking=False)
+
+    def settle_index(self) -> None:
+        """Let others open the index too."""
+        assert self._index is not None
+        self._files.lock(self._index, exclusive=False, blocking=True)
+
+    def take_branch(self, branch: str) -> None:
+        """Become the writer of a branch; BranchLockedError names the one who is."""
+        if branch in self._branches:
+            return
+        path = f"{self.directory}/branch-{branch_token(branch)}"
+        file = self._files.open(path, WRITE | CREATE)
+        try:
+            if not self._files.lock(file, exclusive=True, blocking=False):
+                raise BranchLockedError(
+                    f"branch {branch!r} already has a writer: {self._owner_text(file)}. Wait for it, "
+                    "stop it, or write to another branch",
+                    path=path,
+                )
+            self._describe(file)
+        except BaseException:
+            self._files.close(file)
+            raise
+        self._branches[branch] = file
+
+    def holds_branch(self, branch: str) -> bool:
+        """Whether this store is the writer of a branch."""
+        return branch in self._branches
+
+    def branch_is_locked(self, branch: str) -> bool:
+        """Whether any process writes to a branch."""
+        if branch in self._branches:
+            return True
+        path = f"{self.directory}/branch-{branch_token(branch)}"
+        if not self._files.exists(path):
+            return False
+        file = self._files.open(path, WRITE)
+        try:
+            return not self._files.lock(file, exclusive=True, blocking=False)
+        finally:
+            self._files.close(file)
+
+    def release_branch(self, branch: str) -> None:
+        file = self._branches.pop(branch, None)
+        if file is not None:
+            self._files.close(file)
+
+    def close(self) -> None:
+        for branch in list(self._branches):
+            self.release_branch(branch)
+        for file in (self._wal, self._index):
+            if file is not None:
+                self._files.close(file)
+        self._wal = self._index = None
+
+    def _describe(self, file: int) -> None:
+        """Say who holds the lock. Only for people: a full disk must not stop a writer here."""
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": time.time()}
+        try:
+            self._files.truncate(file, 0)
+            write_all(self._files, file, json.dumps(owner).encode(), 0)
+        except OSError:
+            return
+
+    def _owner_text(self, file: int) -> str:
+        try:
+            owner: dict[str, Any] = json.loads(self._files.pread(file, 4096, 0))
+            started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner["started"]))
+            return f"process {owner['pid']} on host {owner['host']}, since {started}"
+        except (ValueError, KeyError, TypeError, OSError):
+            return "a process that did not leave its name"

@@ -1,0 +1,214 @@
+"""The write-ahead log: segment files of chained frames. The truth of the store.
+
+Owns naming, reading, appending, hardening and rotation of segments. Knows nothing of what records
+mean. Callers hold the log's lock around everything that writes.
+
+Invariants:
+- Segment n+1 begins with a checkpoint record, so that reading can start at any segment.
+- A segment appears under its name only whole (written beside, synced, renamed, directory synced).
+- Every append is synced before the next one starts, except records that change nothing (begin,
+  abort), which the next append carries along.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from dataclasses import dataclass
+
+from shardb import frames
+from shardb.errors import LogDamagedError
+from shardb.filesystem import CREATE, READ, WRITE, FileSystem, opened, read_exactly, write_all
+from shardb.frames import Frame
+
+SEGMENT_PATTERN = re.compile(r"^(\d{10})\.wal$")
+SEGMENT_LIMIT_BYTES = 4 << 20
+# Segments larger than this are refused before they are read: nothing the store writes comes near.
+SEGMENT_READ_LIMIT_BYTES = 4 << 30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Position:
+    """A place between two frames: what has been read or applied up to here."""
+
+    sequence: int
+    offset: int
+    lsn: int
+    digest: bytes
+
+
+START = Position(sequence=1, offset=0, lsn=0, digest=frames.NO_DIGEST)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TornTail:
+    """What lies behind the last valid frame of the last segment."""
+
+    path: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scan:
+    """The frames of one segment, and what is wrong behind them."""
+
+    path: str
+    frames: list[Frame]
+    size_bytes: int
+    torn: TornTail | None
+
+
+class Log:
+    """The segments under one directory."""
+
+    def __init__(self, files: FileSystem, directory: str) -> None:
+        self._files = files
+        self.directory = directory
+
+    def path(self, sequence: int) -> str:
+        return f"{self.directory}/{sequence:010d}.wal"
+
+    def sequences(self) -> list[int]:
+        """The raw segments that are there, oldest first."""
+        found = (SEGMENT_PATTERN.match(name) for name in self._files.list(self.directory))
+        return sorted(int(match.group(1)) for match in found if match)
+
+    def size_bytes(self, sequence: int) -> int:
+        return self._files.status(self.path(sequence)).size_bytes
+
+    def read(self, sequence: int, start: int = 0) -> bytes:
+        """The bytes of a segment from `start` on."""
+        path = self.path(sequence)
+        size = self._files.status(path).size_bytes
+        if size > SEGMENT_READ_LIMIT_BYTES:
+            raise LogDamagedError(
+                f"{path}: {size} bytes are more than any segment has; restore it from a copy",
+                path=path,
+                offset=SEGMENT_READ_LIMIT_BYTES,
+            )
+        with opened(self._files, path, READ) as file:
+            return read_exactly(self._files, file, max(0, size - start), start)
+
+    def scan(self, sequence: int, *, after: Position | None = None) -> Scan:
+        """Read and check the frames of a segment, from its start or from `after` on.
+
+        Raises LogDamagedError when an invalid frame has a valid one behind it, or when a frame
+        does not continue the chain.
+        """
+        path = self.path(sequence)
+        start = after.offset if after is not None else 0
+        data = memoryview(self.read(sequence, start))
+        found: list[Frame] = []
+        offset = 0
+        previous = (after.lsn, after.digest) if after is not None else None
+        while (frame := frames.decode(data, offset)) is not None:
+            if previous is not None and (
+                frame.lsn != previous[0] + 1 or frame.previous != previous[1]
+            ):
+                raise LogDamagedError(
+                    f"{path}: the record at offset {start + offset} does not follow the one before "
+                    f"it; run `shardb fsck`, then `shardb repair`",
+                    path=path,
+                    offset=start + offset,
+                )
+            found.append(frame if start == 0 else _moved(frame, start))
+            previous = (frame.lsn, frame.digest)
+            offset += frames.HEADER_BYTES + len(frame.payload)
+        torn = self._torn_tail(path, data, offset, start)
+        return Scan(path=path, frames=found, size_bytes=start + len(data), torn=torn)
+
+    def _torn_tail(self, path: str, data: memoryview, offset: int, start: int) -> TornTail | None:
+        if offset == len(data):
+            return None
+        behind = frames.find_valid(data, offset + 1)
+        if behind is not None:
+            raise LogDamagedError(
+                f"{path}: the record at offset {start + offset} is damaged, and record "
+                f"{behind.lsn} behind it (offset {start + behind.offset}) is intact; this is damage, "
+                "not an unfinished write. Run `shardb fsck`, then `shardb repair`",
+                path=path,
+                offset=start + offset,
+            )
+        return TornTail(path=path, offset=start + offset, length=len(data) - offset)
+
+    def append(self, position: Position, payloads: list[bytes], *, sync: bool) -> Position:
+        """Append frames at `position`, which must be the end of the last segment.
+
+        After an error of the write the segment is cut back to `position`; where even that fails,
+        or the sync does, the caller must treat the store as failed.
+        """
+        parts: list[bytes] = []
+        lsn, digest = position.lsn, position.digest
+        for payload in payloads:
+            lsn += 1
+            frame, digest = frames.encode(lsn=lsn, previous=digest, payload=payload)
+            parts.append(frame)
+        data = b"".join(parts)
+        with opened(self._files, self.path(position.sequence), WRITE) as file:
+            self._write_or_cut(file, data, position.offset)
+            if sync:
+                self._files.fdatasync(file)
+        end = position.offset + len(data)
+        return Position(sequence=position.sequence, offset=end, lsn=lsn, digest=digest)
+
+    def _write_or_cut(self, file: int, data: bytes, offset: int) -> None:
+        try:
+            write_all(self._files, file, data, offset)
+        except OSError as error:
+            try:
+                self._files.truncate(file, offset)
+            except OSError:
+                raise error from None
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise NoSpaceInLogError(error.errno, error.strerror) from error
+            raise
+
+    def harden(self, start: Position, end: Position) -> None:
+        """Make the frames between two positions of one segment durable, whoever wrote them.
+
+        Their writer may have died before its sync, or the sync may have failed: a page that
+        failed once reads back from memory as if it were safe. Writing the same bytes again makes
+        the page dirty, and this sync is the one that counts.
+        """
+        if start.offset >= end.offset:
+            return
+        with opened(self._files, self.path(end.sequence), WRITE) as file:
+            data = read_exactly(self._files, file, end.offset - start.offset, start.offset)
+            write_all(self._files, file, data, start.offset)
+            self._files.fdatasync(file)
+
+    def cut(self, torn: TornTail) -> None:
+        """Remove a torn tail."""
+        with opened(self._files, torn.path, WRITE) as file:
+            self._files.truncate(file, torn.offset)
+            self._files.fsync(file)
+
+    def create_segment(self, position: Position, payload: bytes) -> Position:
+        """Begin the segment after `position` with one record; it appears whole or not at all."""
+        sequence = position.sequence + 1 if position.lsn else position.sequence
+        frame, digest = frames.encode(
+            lsn=position.lsn + 1, previous=position.digest, payload=payload
+        )
+        path = self.path(sequence)
+        with opened(self._files, f"{path}.partial", WRITE | CREATE) as file:
+            self._files.truncate(file, 0)
+            write_all(self._files, file, frame, 0)
+            self._files.fsync(file)
+        self._files.rename(f"{path}.partial", path)
+        self._files.sync_directory(self.directory)
+        return Position(sequence=sequence, offset=len(frame), lsn=position.lsn + 1, digest=digest)
+
+
+class NoSpaceInLogError(OSError):
+    """The log could not grow; nothing of the record is left in it."""
+
+
+def _moved(frame: Frame, start: int) -> Frame:
+    return Frame(
+        lsn=frame.lsn,
+        previous=frame.previous,
+        digest=frame.digest,
+        payload=frame.payload,
+        offset=frame.offset + start,
+    )

@@ -1,0 +1,256 @@
+"""Object files: immutable bytes of shards, named by their digest, and the files kept for reuse.
+
+Owns `objects/` and `spare/`. Knows which bytes a file holds, not who references it: liveness is the
+index's question, and a file name alone is never believed.
+
+spare/ holds `free.<bytes>.<unique>` (retired files, extents already written) and
+`staged.<branch>.<unique>` (being written by the transaction that holds the branch's lock).
+A live object is never opened for writing: a retired file leaves `objects/` before it is reused.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from shardb import layout
+from shardb.buffers import PAGE_BYTES, Bytes
+from shardb.errors import ObjectCorruptError, ObjectMissingError
+from shardb.filesystem import CREATE, DIRECT, EXCLUSIVE, READ, WRITE, FileSystem, opened, write_all
+from shardb.layout import Layout
+from shardb.state import Retired
+
+OBJECT_SUFFIX = ".safetensors"
+# Below this size the second descriptor and the aligned writes of direct I/O cost more than they save.
+DIRECT_THRESHOLD_BYTES = 256 << 10
+WRITE_CHUNK_BYTES = 8 << 20
+# Files kept open between writing and the batched sync; beyond it a file is synced when written.
+OPEN_FILES_LIMIT = 200
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagedObject:
+    """A written, not yet synced object file under a staged name."""
+
+    digest: str
+    bytes: int
+    path: str
+    file: int | None  # None once it was synced early, to bound the number of open files
+
+
+class ObjectFiles:
+    """The object and spare files of one store."""
+
+    def __init__(self, files: FileSystem, root: str, *, verify: bool) -> None:
+        self._files = files
+        self.directory = f"{root}/objects"
+        self.spare_directory = f"{root}/spare"
+        self._verify = verify
+        self._verified: set[str] = set()
+        self._mapped: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._direct = DIRECT != 0
+        self._free: dict[int, list[str]] | None = None
+        self._open_files = 0
+
+    def path(self, digest: str) -> str:
+        return f"{self.directory}/{digest}{OBJECT_SUFFIX}"
+
+    # Reading
+
+    def open(self, digest: str, size_bytes: int) -> tuple[Layout, Bytes]:
+        """Map an object. Its digest is checked the first time this process reads it.
+
+        Raises ObjectMissingError, or ObjectCorruptError when size, header or digest are wrong.
+        """
+        path = self.path(digest)
+        try:
+            with opened(self._files, path, READ) as file:
+                actual_bytes = self._files.status(path).size_bytes
+                if actual_bytes != size_bytes:
+                    raise ObjectCorruptError(
+                        f"{path}: {actual_bytes} bytes, but {size_bytes} were committed; run "
+                        "`shardb fsck`",
+                        path=path,
+                    )
+                mapping = self._files.map(file, size_bytes, writable=False)
+        except FileNotFoundError as error:
+            raise ObjectMissingError(
+                f"{path}: the object is missing; run `shardb fsck`", path=path
+            ) from error
+        self._count_mapping(digest, 1)
+        weakref.finalize(mapping, self._count_mapping, digest, -1).atexit = False
+        image: Bytes = np.frombuffer(mapping, dtype=np.uint8)
+        if self._verify and digest not in self._verified:
+            self._check_digest(path, digest, image)
+        return layout.parse(memoryview(image), path), image
+
+    def _check_digest(self, path: str, digest: str, image: Bytes) -> None:
+        actual = xxhash.xxh3_128_hexdigest(image)
+        if actual != digest:
+            raise ObjectCorruptError(
+                f"{path}: the bytes have digest {actual}, not the one that names the file; run "
+                "`shardb fsck` to see which steps it hits",
+                path=path,
+            )
+        self._verified.add(digest)
+
+    def _count_mapping(self, digest: str, change: int) -> None:
+        with self._lock:
+            count = self._mapped.get(digest, 0) + change
+            if count:
+                self._mapped[digest] = count
+            else:
+                self._mapped.pop(digest, None)
+
+    # Writing
+
+    def write(self, image: Bytes, branch: str) -> StagedObject:
+        """Write an image to a staged file, computing its digest on the way. Nothing is synced."""
+        size = len(image)
+        path, fresh = self._staged_path(branch, size)
+        file = self._files.open(path, WRITE | (CREATE | EXCLUSIVE if fresh else 0))
+        try:
+            digest = self._write_image(file, path, image)
+        except BaseException:
+            self._files.close(file)
+            raise
+        return StagedObject(digest=digest, bytes=size, path=path, file=self._keep_open(file))
+
+    def _keep_open(self, file: int) -> int | None:
+        with self._lock:
+            if self._open_files < OPEN_FILES_LIMIT:
+                self._open_files += 1
+                return file
+        try:
+            self._files.fdatasync(file)
+        finally:
+            self._files.close(file)
+        return None
+
+    def _close(self, staged: StagedObject) -> None:
+        if staged.file is not None:
+            with self._lock:
+                self._open_files -= 1
+            self._files.close(staged.file)
+
+    def _write_image(self, file: int, path: str, image: Bytes) -> str:
+        data = memoryview(image)
+        hasher = xxhash.xxh3_128()
+        direct_bytes = 0
+        if self._direct and len(data) >= DIRECT_THRESHOLD_BYTES:
+            direct_bytes = self._write_direct(path, data, hasher)
+        tail = data[direct_bytes:]
+        hasher.update(tail)
+        if tail:
+            write_all(self._files, file, tail, direct_bytes)
+        return hasher.hexdigest()
+
+    def _write_direct(self, path: str, data: memoryview, hasher: xxhash.xxh3_128) -> int:
+        """Write whole pages past the page cache; return how many bytes, 0 where it cannot be."""
+        try:
+            direct = self._files.open(path, WRITE | DIRECT)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            self._direct = False
+            return 0
+        try:
+            end = len(data) // PAGE_BYTES * PAGE_BYTES
+            for start in range(0, end, WRITE_CHUNK_BYTES):
+                chunk = data[start : min(start + WRITE_CHUNK_BYTES, end)]
+                hasher.update(chunk)
+                write_all(self._files, direct, chunk, start)
+        finally:
+            self._files.close(direct)
+        return end
+
+    def _staged_path(self, branch: str, size: int) -> tuple[str, bool]:
+        """A staged file of the right size: a spare one when there is one, else a new name."""
+        staged = f"{self.spare_directory}/staged.{branch_token(branch)}.{os.urandom(8).hex()}"
+        while (free := self._take_free(size)) is not None:
+            try:
+                self._files.rename(free, staged)
+            except FileNotFoundError:
+                continue  # another process took it
+            return staged, False
+        return staged, True
+
+    def _take_free(self, size: int) -> str | None:
+        with self._lock:
+            if self._free is None:
+                self._free = {}
+                for name in self._files.list(self.spare_directory):
+                    if (length := free_bytes_of(name)) is not None:
+                        self._free.setdefault(length, []).append(f"{self.spare_directory}/{name}")
+            waiting = self._free.get(size)
+            return waiting.pop() if waiting else None
+
+    # Committing
+
+    def sync(self, staged: StagedObject) -> None:
+        """Make a staged file's bytes durable."""
+        if staged.file is not None:
+            self._files.fdatasync(staged.file)
+
+    def place(self, staged: StagedObject) -> None:
+        """Give a synced staged file its content name, replacing a leftover of that name."""
+        self._close(staged)
+        self._files.rename(staged.path, self.path(staged.digest))
+        self._verified.add(staged.digest)
+
+    def sync_directory(self) -> None:
+        self._files.sync_directory(self.directory)
+
+    def drop(self, staged: StagedObject) -> None:
+        """Give a staged file back for reuse."""
+        self._close(staged)
+        self._to_spare(staged.path, staged.bytes)
+
+    def retire(self, retired: Iterable[Retired]) -> None:
+        """Take objects that nothing references out of `objects/`."""
+        for item in retired:
+            self._verified.discard(item.digest)
+            path = self.path(item.digest)
+            try:
+                if item.digest in self._mapped:
+                    # Views of it are alive in this process: keep their bytes, give up the file.
+                    self._files.unlink(path)
+                else:
+                    self._to_spare(path, item.bytes)
+            except FileNotFoundError:
+                continue
+
+    def _to_spare(self, path: str, size: int) -> None:
+        free = f"{self.spare_directory}/free.{size}.{os.urandom(8).hex()}"
+        self._files.rename(path, free)
+        with self._lock:
+            if self._free is not None:
+                self._free.setdefault(size, []).append(free)
+
+    def reclaim_staged(self, branch: str) -> list[str]:
+        """Take back what a dead writer of `branch` had staged. The caller holds its lock."""
+        prefix = f"staged.{branch_token(branch)}."
+        names = [n for n in self._files.list(self.spare_directory) if n.startswith(prefix)]
+        for name in names:
+            path = f"{self.spare_directory}/{name}"
+            self._to_spare(path, self._files.status(path).size_bytes)
+        return names
+
+
+def branch_token(branch: str) -> str:
+    """A branch name as part of a file name."""
+    return branch.replace("/", "@")
+
+
+def free_bytes_of(name: str) -> int | None:
+    """The size that a spare file's name states, or None when it is no free file."""
+    parts = name.split(".")
+    return int(parts[1]) if len(parts) == 3 and parts[0] == "free" and parts[1].isdigit() else None

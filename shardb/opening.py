@@ -1,0 +1,150 @@
+"""Creating a store, and everything that opening one decides.
+
+Owns the order of creation (FORMAT last), the medium check, and bringing index and log together.
+Opening never deletes anything, and never starts empty where history exists.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from shardb import format as store_format
+from shardb import index_image, records, refs
+from shardb.errors import FormatError, NotFoundError, UsageError
+from shardb.filesystem import FileSystem, read_file
+from shardb.index import MAP_BYTES, Index
+from shardb.log import START, Log
+from shardb.objects import free_bytes_of
+from shardb.records import new_id, new_record
+from shardb.recovery import RecoveryReport, catch_up
+
+if TYPE_CHECKING:
+    from shardb.store import Store
+
+
+def create(files: FileSystem, root: str) -> bool:
+    """Make a store at `root` unless there is one; True when it was made.
+
+    Raises FormatError where there is a log but no FORMAT, UsageError where the place is taken.
+    """
+    if files.exists(store_format.format_path(root)):
+        return False
+    log = Log(files, f"{root}/wal")
+    if files.exists(f"{root}/wal") and _has_history(log):
+        raise FormatError(
+            f"{root}: FORMAT is missing, but there is a log with history; put FORMAT back from a "
+            "copy, or run `shardb repair`",
+            path=root,
+        )
+    if files.exists(root) and files.list(root) and not files.exists(f"{root}/wal"):
+        foreign = [n for n in files.list(root) if n not in (*store_format.DIRECTORIES, "logs")]
+        if foreign:
+            raise UsageError(
+                f"{root}: not empty ({', '.join(foreign[:3])}) and not a store; choose another "
+                "directory",
+                path=root,
+            )
+    store_id = new_id()
+    store_format.create_directories(files, root)
+    record = new_record("init", store_id=store_id, version=store_format.FORMAT_VERSION)
+    log.create_segment(START, records.pack(record))
+    store_format.write_format(files, root, store_id)
+    return True
+
+
+def _has_history(log: Log) -> bool:
+    sequences = log.sequences()
+    if not sequences:
+        return False
+    return sequences[-1] > 1 or len(log.scan(1).frames) > 1
+
+
+def check_medium(
+    files: FileSystem, root: str, report: RecoveryReport, *, allow_network: bool
+) -> None:
+    """Refuse network file systems, whose locks and syncs cannot be relied on; note volatile ones."""
+    kind = files.kind(root)
+    if kind.startswith("network:") and not allow_network:
+        raise UsageError(
+            f"{root} is on a network file system ({kind[8:]}), where locks and syncs cannot be relied "
+            "on; use a local disk, or pass --allow-network if only one machine ever opens it",
+            path=root,
+        )
+    if kind.startswith("memory:"):
+        why = f"{kind[7:]} is memory: nothing in it survives power loss"
+        report.warnings.append({"what": "volatile medium", "path": root, "why": why})
+
+
+def open_index(store: Store, report: RecoveryReport) -> Index:
+    """Open the index, rebuilding it where it cannot be used, and catch it up with the log."""
+    files, locks = store.files, store.locks
+    directory = f"{store.root}/index"
+    if not files.exists(directory):
+        files.make_directory(directory)
+    with locks.wal():
+        alone = locks.share_index()
+        if not alone:
+            locks.settle_index()
+        elif (why := _why_unusable(files, directory)) is not None:
+            _set_aside(files, directory, why, report)
+        index = Index(files, directory)
+        if alone and not _has_history(store.log):
+            report.rebuilt.clear()  # a new store never had an index
+        try:
+            catch_up(store.log, index, report, whole=True)
+        except BaseException:
+            index.close()
+            raise
+        if alone:
+            locks.settle_index()
+    _describe(store, index, report)
+    return index
+
+
+def _why_unusable(files: FileSystem, directory: str) -> str | None:
+    """Why the index cannot be opened safely; None when it can, or when there is none.
+
+    LMDB trusts its file: a truncated or scribbled one can end the process. So its pages are walked
+    with every bound checked before it is mapped.
+    """
+    path = f"{directory}/data.mdb"
+    if not files.exists(path):
+        return "missing"
+    try:
+        index_image.read_image(read_file(files, path, limit_bytes=MAP_BYTES))
+    except index_image.ImageError as error:
+        return str(error)
+    return None
+
+
+def _set_aside(files: FileSystem, directory: str, why: str, report: RecoveryReport) -> None:
+    path = f"{directory}/data.mdb"
+    if why != "missing":
+        files.rename(path, f"{directory}/unreadable-{int(time.time())}.mdb")
+    report.rebuilt.append({"what": "index", "path": path, "why": why})
+
+
+def _describe(store: Store, index: Index, report: RecoveryReport) -> None:
+    """Fill in what was opened, and what dead writers left behind."""
+    for branch, commit in index.read(refs.branch_heads).items():
+        report.opened[branch] = {"commit": commit.id, "step": commit.step}
+    for name in store.files.list(f"{store.root}/spare"):
+        parts = name.split(".")
+        if free_bytes_of(name) is not None or len(parts) != 3 or parts[0] != "staged":
+            continue
+        branch = parts[1].replace("@", "/")
+        if not store.locks.branch_is_locked(branch):
+            report.dropped.append(
+                {
+                    "what": "staged object",
+                    "path": f"{store.root}/spare/{name}",
+                    "why": f"a transaction on branch {branch!r} ended without a commit",
+                }
+            )
+
+
+def check_store_exists(files: FileSystem, root: str) -> None:
+    """NotFoundError unless there is a store at `root`."""
+    if not files.exists(store_format.format_path(root)):
+        raise NotFoundError(f"{root}: there is no store here", path=root)

@@ -1,0 +1,111 @@
+"""Names of commits, and the one resolver for them.
+
+A REF is a branch, a snapshot, `step-N` (the retained commit of step N: on `main` if it is there,
+else on the one branch that has it), a commit id or a prefix of one of at least 4 characters. No REF
+means the head of `main`. Owns the one error that says what exists instead.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+
+from shardb.errors import NotFoundError, UsageError
+from shardb.records import Commit
+from shardb.state import DEFAULT_BRANCH, Tables
+
+STEP_PATTERN = re.compile(r"^step-(\d+)$")
+PREFIX_LENGTH_MIN = 4
+SHOWN_MAX = 12
+
+
+def branch_heads(tables: Tables) -> dict[str, Commit]:
+    return {name: _commit(tables, row["head"]) for name, row in tables.items("branches")}
+
+
+def snapshot_commits(tables: Tables) -> dict[str, Commit]:
+    return {name: _commit(tables, row["commit"]) for name, row in tables.items("snapshots")}
+
+
+def live_commits(tables: Tables) -> list[Commit]:
+    """Retained commits, oldest first; those kept only by a lease are not among them."""
+    condemned = {key for key, _ in tables.items("condemned")}
+    commits = [Commit.from_record(r) for key, r in tables.items("commits") if key not in condemned]
+    return sorted(commits, key=lambda commit: (commit.step, commit.time))
+
+
+def resolve(tables: Tables, ref: str | None) -> Commit:
+    """The retained commit that `ref` names; NotFoundError with near matches, UsageError if unclear."""
+    if ref is None:
+        ref = DEFAULT_BRANCH
+        if tables.get("branches", ref) is None:
+            raise NotFoundError("the store has no commit yet; start a run with `train --store …`")
+    snapshot, branch = tables.get("snapshots", ref), tables.get("branches", ref)
+    if snapshot is not None:
+        return _commit(tables, snapshot["commit"])
+    if branch is not None:
+        return _commit(tables, branch["head"])
+    match = STEP_PATTERN.match(ref)
+    if match:
+        return commit_of_step(tables, int(match.group(1)))
+    found = [c for c in live_commits(tables) if _is_prefix(ref, c.id)]
+    if len(found) > 1:
+        raise UsageError(f"{ref!r} is the beginning of {len(found)} commit ids; give more of it")
+    if found:
+        return found[0]
+    names = [name for table in ("branches", "snapshots") for name, _ in tables.items(table)]
+    steps = [f"step-{commit.step}" for commit in live_commits(tables)]
+    raise NotFoundError(no_such("branch, snapshot, step or commit", ref, [*names, *steps]))
+
+
+def commit_of_step(tables: Tables, step: int) -> Commit:
+    """The retained commit of a step; NotFoundError lists the steps that are retained."""
+    live = live_commits(tables)
+    found = [commit for commit in live if commit.step == step]
+    on_main = [commit for commit in found if commit.branch == DEFAULT_BRANCH]
+    if len({commit.id for commit in found}) > 1 and len(on_main) != 1:
+        raise UsageError(
+            f"step {step} is retained on several branches; name one of the commits "
+            f"{', '.join(commit.id for commit in found)}"
+        )
+    if not found:
+        steps = sorted({commit.step for commit in live})
+        shown = ", ".join(map(str, steps[-SHOWN_MAX:])) or "none"
+        raise NotFoundError(f"step {step} is not retained; retained steps: {shown}")
+    return (on_main or found)[0]
+
+
+def snapshot_target(tables: Tables, name: str, ref: str | None) -> Commit:
+    """The commit that a snapshot of this name pins; UsageError when name and ref contradict."""
+    match = STEP_PATTERN.match(name)
+    if match is None:
+        return resolve(tables, ref)
+    existing = tables.get("snapshots", name)
+    if existing is not None and ref is None:
+        return _commit(tables, existing["commit"])
+    step = int(match.group(1))
+    commit = commit_of_step(tables, step) if ref is None else resolve(tables, ref)
+    if commit.step != step:
+        raise UsageError(
+            f"a snapshot named {name!r} pins step {step}, but {ref!r} is step {commit.step}; choose "
+            "another name"
+        )
+    return commit
+
+
+def no_such(what: str, name: str, existing: Iterable[str]) -> str:
+    """The message for a name that does not exist."""
+    known = list(dict.fromkeys(existing))
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    if near:
+        return f"there is no {what} {name!r}; did you mean {' or '.join(near)}?"
+    return f"there is no {what} {name!r}; there are: {', '.join(known[:SHOWN_MAX]) or 'none'}"
+
+
+def _is_prefix(ref: str, commit: str) -> bool:
+    return len(ref) >= PREFIX_LENGTH_MIN and commit.startswith(ref.lower())
+
+
+def _commit(tables: Tables, commit: str) -> Commit:
+    return Commit.from_record(tables.get("commits", commit))

@@ -1,0 +1,253 @@
+"""What the log says: branches, snapshots, live commits and the objects they reference.
+
+Owns the meaning of every record: `apply` is the one place that changes the tables, whether they
+live in LMDB (the index) or in a dictionary (fsck, rebuilding, tests). It is deterministic: the same
+records give the same tables. Knows nothing of files or locks.
+
+A commit is live while something pins it: its branch (the newest ones, by the retention policy), a
+snapshot, or a rewind that can still be undone. A commit without pins is condemned; `sweep` drops
+the condemned ones that no reader has leased and returns the objects that nothing references now.
+
+tables: meta, branches, snapshots, commits (id to record), pins (id to count), condemned,
+abandoned (commits a rewind left behind), objects (digest to [bytes, references]).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from shardb.errors import LogDamagedError
+from shardb.records import Record
+
+TABLES = (
+    "meta",
+    "branches",
+    "snapshots",
+    "commits",
+    "pins",
+    "condemned",
+    "abandoned",
+    "objects",
+)
+DEFAULT_BRANCH = "main"
+DEFAULT_POLICY: dict[str, Any] = {"keep_last": 2}
+
+
+class Tables(Protocol):
+    """Named tables of text keys and msgpack-able values."""
+
+    def get(self, table: str, key: str) -> Any: ...
+    def put(self, table: str, key: str, value: Any) -> None: ...
+    def delete(self, table: str, key: str) -> None: ...
+    def items(self, table: str) -> Iterator[tuple[str, Any]]: ...
+    def clear(self) -> None: ...
+
+
+class DictTables:
+    """Tables in memory."""
+
+    def __init__(self) -> None:
+        self.tables: dict[str, dict[str, Any]] = {name: {} for name in TABLES}
+
+    def get(self, table: str, key: str) -> Any:
+        return self.tables[table].get(key)
+
+    def put(self, table: str, key: str, value: Any) -> None:
+        self.tables[table][key] = value
+
+    def delete(self, table: str, key: str) -> None:
+        self.tables[table].pop(key, None)
+
+    def items(self, table: str) -> Iterator[tuple[str, Any]]:
+        return iter(sorted(self.tables[table].items()))
+
+    def clear(self) -> None:
+        for rows in self.tables.values():
+            rows.clear()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retired:
+    """An object that nothing references any more."""
+
+    digest: str
+    bytes: int
+
+
+def apply(tables: Tables, record: Record) -> None:
+    """Change the tables as `record` says; LogDamagedError when it contradicts them."""
+    try:
+        _APPLY[record["kind"]](tables, record)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise LogDamagedError(
+            f"log record {record.get('id')} ({record.get('kind')}) lacks or garbles a field: {error!r}"
+        ) from error
+
+
+def _apply_nothing(tables: Tables, record: Record) -> None:
+    pass
+
+
+def _apply_init(tables: Tables, record: Record) -> None:
+    tables.put("meta", "store_id", record["store_id"])
+
+
+def _apply_policy(tables: Tables, record: Record) -> None:
+    tables.put("meta", "policy", record["policy"])
+    for name, row in list(tables.items("branches")):
+        _retain(tables, name, row)
+
+
+def _apply_commit(tables: Tables, record: Record) -> None:
+    name, commit = record["branch"], record["id"]
+    row = tables.get("branches", name) or {"head": None, "retained": []}
+    if row["head"] != record["parent"]:
+        raise LogDamagedError(
+            f"commit {commit} names parent {record['parent']}, but branch {name!r} is at {row['head']}"
+        )
+    tables.put("commits", commit, record)
+    for digest, size, *_ in record["shards"].values():
+        _reference(tables, bytes(digest).hex(), size, 1)
+    _pin(tables, commit, 1)
+    _retain(tables, name, {"head": commit, "retained": [*row["retained"], commit]})
+
+
+def _apply_branch(tables: Tables, record: Record) -> None:
+    name, commit = record["name"], record["commit"]
+    _pin(tables, commit, 1)
+    tables.put("branches", name, {"head": commit, "retained": [commit]})
+
+
+def _apply_snapshot(tables: Tables, record: Record) -> None:
+    _pin(tables, record["commit"], 1)
+    row = {"commit": record["commit"], "time": record["time"]}
+    tables.put("snapshots", record["name"], row)
+
+
+def _apply_delete(tables: Tables, record: Record) -> None:
+    if record["what"] == "snapshot":
+        row = tables.get("snapshots", record["name"])
+        tables.delete("snapshots", record["name"])
+        _pin(tables, row["commit"], -1)
+        return
+    row = tables.get("branches", record["name"])
+    tables.delete("branches", record["name"])
+    for commit in row["retained"]:
+        _pin(tables, commit, -1)
+
+
+def _apply_rewind(tables: Tables, record: Record) -> None:
+    """Move a branch back. What it leaves behind stays until gc, so that it can be undone."""
+    name, target = record["branch"], record["to"]
+    row = tables.get("branches", name)
+    kept = row["retained"]
+    if target in kept:
+        cut = kept.index(target) + 1
+        kept, left = kept[:cut], kept[cut:]
+    else:
+        _pin(tables, target, 1)
+        kept, left = [target], kept
+    for commit in left:
+        tables.put("abandoned", commit, {"branch": name, "time": record["time"]})
+    tables.put("branches", name, {"head": target, "retained": kept})
+
+
+def _apply_gc(tables: Tables, record: Record) -> None:
+    for commit in record["abandoned"]:
+        if tables.get("abandoned", commit) is not None:
+            tables.delete("abandoned", commit)
+            _pin(tables, commit, -1)
+
+
+def _apply_checkpoint(tables: Tables, record: Record) -> None:
+    """Start over from a full state."""
+    tables.clear()
+    state = record["state"]
+    for table in ("meta", "branches", "snapshots", "commits", "pins", "abandoned"):
+        for key, value in state[table].items():
+            tables.put(table, key, value)
+    for commit in state["commits"].values():
+        for digest, size, *_ in commit["shards"].values():
+            _reference(tables, bytes(digest).hex(), size, 1)
+
+
+_APPLY = {
+    "init": _apply_init,
+    "begin": _apply_nothing,
+    "abort": _apply_nothing,
+    "note": _apply_nothing,
+    "commit": _apply_commit,
+    "branch": _apply_branch,
+    "snapshot": _apply_snapshot,
+    "delete": _apply_delete,
+    "rewind": _apply_rewind,
+    "gc": _apply_gc,
+    "policy": _apply_policy,
+    "checkpoint": _apply_checkpoint,
+}
+# Records that change no table: they may be in the log unsynced, and need not be applied.
+WITHOUT_EFFECT = frozenset(("begin", "abort", "note"))
+
+
+def full_state(tables: Tables) -> dict[str, dict[str, Any]]:
+    """The state that a checkpoint record holds: all of it but what is condemned or derived."""
+    names = ("branches", "snapshots", "abandoned", "pins")
+    state: dict[str, dict[str, Any]] = {name: dict(tables.items(name)) for name in names}
+    state["meta"] = {k: v for k, v in tables.items("meta") if k in ("store_id", "policy")}
+    state["commits"] = {
+        key: record
+        for key, record in tables.items("commits")
+        if tables.get("condemned", key) is None
+    }
+    return state
+
+
+def sweep(tables: Tables, leased: Collection[str]) -> list[Retired]:
+    """Drop condemned commits that no reader has leased; return what is retired with them."""
+    retired: list[Retired] = []
+    for commit, _ in list(tables.items("condemned")):
+        if commit in leased:
+            continue
+        record = tables.get("commits", commit)
+        for digest, size, *_ in record["shards"].values():
+            retired.extend(_reference(tables, bytes(digest).hex(), size, -1))
+        tables.delete("commits", commit)
+        tables.delete("condemned", commit)
+    return retired
+
+
+def _retain(tables: Tables, name: str, row: dict[str, Any]) -> None:
+    """Unpin what the policy no longer keeps; the head is never among it."""
+    policy = tables.get("meta", "policy") or DEFAULT_POLICY
+    retained = list(row["retained"])
+    keep = max(1, int(policy["keep_last"]))
+    dropped, kept = retained[:-keep], retained[-keep:]
+    for commit in dropped:
+        _pin(tables, commit, -1)
+    tables.put("branches", name, {"head": row["head"], "retained": kept})
+
+
+def _pin(tables: Tables, commit: str, change: int) -> None:
+    if tables.get("commits", commit) is None:
+        raise LogDamagedError(f"a log record names commit {commit}, which is not there")
+    count = (tables.get("pins", commit) or 0) + change
+    if count > 0:
+        tables.put("pins", commit, count)
+        tables.delete("condemned", commit)
+        return
+    assert count == 0, f"commit {commit} has {count} pins"
+    tables.delete("pins", commit)
+    tables.put("condemned", commit, 1)
+
+
+def _reference(tables: Tables, digest: str, size: int, change: int) -> list[Retired]:
+    known = tables.get("objects", digest)
+    references = (known[1] if known else 0) + change
+    if references > 0:
+        tables.put("objects", digest, [size, references])
+        return []
+    assert references == 0, f"object {digest} has {references} references"
+    tables.delete("objects", digest)
+    return [Retired(digest=digest, bytes=size)]

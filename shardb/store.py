@@ -1,0 +1,456 @@
+"""The store: opening, reading, beginning, committing, naming.
+
+Owns the parts (log, index, object files, locks, leases, buffers) and the order in which they work
+together. One `Store` belongs to one process and must not cross a fork. Reading and one transaction
+a branch may run in several threads; the log's lock orders everything that changes the store.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+
+from shardb import format as store_format
+from shardb import opening, records, refs, state
+from shardb.buffers import BufferPool, Bytes
+from shardb.cache import ImageCache
+from shardb.errors import (
+    CommitUnknownError,
+    ConflictError,
+    NotFoundError,
+    ShardbError,
+    SnapshotExistsError,
+    StorageFailedError,
+    StorageFullError,
+)
+from shardb.filesystem import FileSystem, RealFileSystem
+from shardb.index import Index, put_applied_position
+from shardb.layout import check_name
+from shardb.leases import Lease, Leases
+from shardb.locks import Locks
+from shardb.log import SEGMENT_LIMIT_BYTES, Log, NoSpaceInLogError, Position
+from shardb.objects import ObjectFiles, StagedObject
+from shardb.records import Commit, Record, ShardEntry, new_record
+from shardb.recovery import RecoveryReport, catch_up
+from shardb.state import DEFAULT_BRANCH, Retired, Tables
+from shardb.transaction import Transaction
+from shardb.views import ShardView
+from shardb.writer import BackgroundWriter
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Store:
+    """An open store; make one with `shardb.open`, close it or use it as a context manager."""
+
+    def __init__(
+        self,
+        root: str,
+        *,
+        files: FileSystem,
+        verify: bool,
+        cache_bytes: int,
+        writer_threads: int,
+        max_pending_writes: int,
+        allow_network: bool,
+    ) -> None:
+        self.root = root
+        self.files = files
+        self.recovery = RecoveryReport()
+        self.format = store_format.read_format(files, root)
+        opening.check_medium(files, root, self.recovery, allow_network=allow_network)
+        self._failed: ShardbError | None = None
+        self._transactions: dict[str, Transaction] = {}
+        self.log = Log(files, f"{root}/wal")
+        self.locks = Locks(files, root)
+        self.leases = Leases(files, root)
+        self.objects = ObjectFiles(files, root, verify=verify)
+        self.buffers = BufferPool(cache_bytes)
+        self.cache = ImageCache(self.buffers, cache_bytes)
+        self.writer = BackgroundWriter(threads=writer_threads, max_pending=max_pending_writes)
+        try:
+            with _storage_errors(root, "opening the store"):
+                self.index: Index = opening.open_index(self, self.recovery)
+        except BaseException:
+            self.writer.close()
+            self.locks.close()
+            raise
+
+    # Looking
+
+    def branches(self) -> dict[str, Commit]:
+        """Branch names and the commits they point to."""
+        return self.index.read(refs.branch_heads)
+
+    def snapshots(self) -> dict[str, Commit]:
+        """Snapshot names and the commits they pin."""
+        return self.index.read(refs.snapshot_commits)
+
+    def commits(self) -> list[Commit]:
+        """Every retained commit, oldest first."""
+        return self.index.read(refs.live_commits)
+
+    def resolve(self, ref: str | None = None) -> Commit:
+        """The retained commit that `ref` names; see `shardb.refs`. NotFoundError has near matches."""
+        return self.index.read(lambda tables: refs.resolve(tables, ref))
+
+    def durable_step(self, branch: str = DEFAULT_BRANCH) -> int | None:
+        """The newest step of a branch that survives power loss; None before the first commit."""
+        head = self.branches().get(branch)
+        return head.step if head else None
+
+    def history(self) -> Iterator[Record]:
+        """Every record of the log that is still there in raw form, oldest first."""
+        for sequence in self.log.sequences():
+            for frame in self.log.scan(sequence).frames:
+                yield records.unpack(frame.payload)
+
+    # Reading
+
+    def at(
+        self,
+        *,
+        ref: str | None = None,
+        branch: str | None = None,
+        snapshot: str | None = None,
+        step: int | None = None,
+        commit: str | None = None,
+    ) -> ReadView:
+        """A leased read view of one commit, named in any one way; by default the main branch."""
+        given = [r for r in (ref, branch, snapshot, commit) if r is not None]
+        wanted = f"step-{step}" if step is not None else (given[0] if given else None)
+        for _ in range(100):
+            found = self.resolve(wanted)
+            lease = self.leases.take(found.id)
+            if self._lease_is_good(lease):
+                return ReadView(self, found, lease)
+            self.leases.release(lease)
+        raise ConflictError(f"{wanted or DEFAULT_BRANCH}: the commit was retired at every attempt")
+
+    def snapshot(self, name: str) -> ReadView:
+        """A leased read view of a snapshot."""
+        if name not in self.snapshots():
+            raise NotFoundError(refs.no_such("snapshot", name, self.snapshots()))
+        return self.at(snapshot=name)
+
+    def _lease_is_good(self, lease: Lease) -> bool:
+        """Under the index's write lock the commit is live and nobody removed the lease."""
+
+        def body(tables: Tables) -> bool:
+            live = tables.get("commits", lease.commit) is not None
+            return live and self.leases.still_there(lease)
+
+        return self.index.exclude(body)
+
+    def read_object(self, name: str, entry: ShardEntry) -> ShardView:
+        """A view of one object, from memory where it is still there, else mapped from its file."""
+        cached = self.cache.get(entry.digest)
+        layout, image = cached or self.objects.open(entry.digest, entry.bytes)
+        return ShardView(name, layout, image, entry.digest)
+
+    # Writing
+
+    def begin(self, branch: str = DEFAULT_BRANCH) -> Transaction:
+        """Begin the next commit of a branch; this store is its writer until it is closed.
+
+        Raises BranchLockedError when another process, or another open store, writes to it.
+        """
+        self.check_usable()
+        check_name(branch, "branch")
+        if branch in self._transactions:
+            raise ConflictError(f"branch {branch!r} has an open transaction in this store already")
+        fresh = not self.locks.holds_branch(branch)
+        with _storage_errors(self.root, "beginning a transaction"):
+            self.locks.take_branch(branch)
+            if fresh:
+                self.objects.reclaim_staged(branch)
+            with self.locks.wal():
+                end = catch_up(self.log, self.index, self.recovery, whole=False)
+                base = self.branches().get(branch)
+                transaction = Transaction(self, branch, base)
+                begin = new_record(
+                    "begin", branch=branch, transaction=transaction.id, base=base and base.id
+                )
+                self.log.append(end, [records.pack(begin)], sync=False)
+        self._transactions[branch] = transaction
+        return transaction
+
+    def transaction_closed(self, transaction: Transaction) -> None:
+        self._transactions.pop(transaction.branch, None)
+
+    def check_usable(self) -> None:
+        """Raise the failure that poisoned this store, if there was one."""
+        if self._failed is not None:
+            raise StorageFailedError(
+                f"{self.root}: the storage failed earlier ({self._failed}); close the store and open "
+                "it again before writing",
+                path=self.root,
+            )
+
+    def write_object(self, name: str, image: Bytes, branch: str) -> StagedObject:
+        """Write a sealed image to a staged file (called in a writer thread)."""
+        with _storage_errors(self.root, f"writing shard {name!r}", needed_bytes=len(image)):
+            return self.objects.write(image, branch)
+
+    def sync_objects(self, staged: list[StagedObject]) -> None:
+        """Sync all staged files; the first failure poisons the store."""
+        try:
+            self.writer.map(self.objects.sync, staged)
+        except OSError as error:
+            raise self.fail(_storage_error(self.root, "syncing objects", error)) from error
+
+    def drop_object(self, staged: StagedObject) -> None:
+        """Give back a staged file, whatever state it is in; the next writer finds what is left."""
+        try:
+            self.objects.drop(staged)
+        except OSError:
+            return
+
+    def publish_commit(self, commit: Commit, objects: Mapping[str, StagedObject]) -> None:
+        """Steps 2 to 6 of a commit; see `shardb.transaction`."""
+        payload = commit.to_record()
+        with self.locks.wal(), _storage_errors(self.root, "committing"):
+            end = catch_up(self.log, self.index, self.recovery, whole=False)
+            self._check_parent(commit)
+            self._place(commit, objects)
+            self._append(end, payload, commit_id=commit.id)
+
+    def _check_parent(self, commit: Commit) -> None:
+        head = self.branches().get(commit.branch)
+        if (head.id if head else None) != commit.parent:
+            raise ConflictError(
+                f"branch {commit.branch!r} has moved to {head.id if head else 'nothing'} since this "
+                "transaction began; begin again"
+            )
+
+    def _place(self, commit: Commit, objects: Mapping[str, StagedObject]) -> None:
+        """Name the staged files by content; what the store has already is not stored twice.
+
+        Only the index says what the store has: a file of the right name that no live commit
+        references is a leftover of unknown content, and is replaced.
+        """
+        known = self.index.read(
+            lambda tables: {d for d in commit_digests(commit) if tables.get("objects", d)}
+        )
+        placed = set(known)
+        for staged in objects.values():
+            if staged.digest in placed:
+                self.objects.drop(staged)
+            else:
+                self.objects.place(staged)
+                placed.add(staged.digest)
+        missing = commit_digests(commit) - placed
+        assert not missing, f"objects {missing} are neither staged nor live"
+        if placed != known:
+            try:
+                self.objects.sync_directory()
+            except OSError as error:
+                raise self.fail(_storage_error(self.root, "syncing objects/", error)) from error
+
+    def create_snapshot(self, name: str, ref: str | None = None) -> Commit:
+        """Pin the commit that `ref` names under an immovable name; constant time, reads no object.
+
+        A name of the form step-N means the commit of that step. The same name for the same commit
+        is fine; SnapshotExistsError for another one. NotFoundError when there is no such commit.
+        """
+        check_name(name, "snapshot")
+        self.check_usable()
+        with self.locks.wal(), _storage_errors(self.root, "snapshotting"):
+            end = catch_up(self.log, self.index, self.recovery, whole=False)
+            commit = self.index.read(lambda tables: refs.snapshot_target(tables, name, ref))
+            existing = self.snapshots().get(name)
+            if existing is not None and existing.id != commit.id:
+                raise SnapshotExistsError(
+                    f"snapshot {name!r} exists and pins step {existing.step} (commit "
+                    f"{existing.id}); choose another name"
+                )
+            if existing is None:
+                self._append(end, new_record("snapshot", name=name, commit=commit.id))
+        return commit
+
+    def change(self, make: Callable[[Tables], Record | None]) -> Record | None:
+        """Append the record that `make` returns for the newest state; None appends nothing."""
+        self.check_usable()
+        with self.locks.wal(), _storage_errors(self.root, "changing the store"):
+            end = catch_up(self.log, self.index, self.recovery, whole=False)
+            record = self.index.read(make)
+            if record is not None:
+                self._append(end, record)
+        return record
+
+    # The log
+
+    def _append(self, end: Position, record: Record, *, commit_id: str | None = None) -> None:
+        """Append one record durably, apply it, retire what it lets go. The lock is held."""
+        end = self._rotate(end)
+        try:
+            end = self.log.append(end, [records.pack(record)], sync=True)
+        except NoSpaceInLogError:
+            raise
+        except OSError as error:
+            failure: ShardbError = _storage_error(self.root, "writing the log", error)
+            if commit_id is not None:
+                failure = CommitUnknownError(
+                    f"{self.root}: the storage failed while commit {commit_id} was written to the "
+                    f"log ({error}); reopen the store: `shardb recover` says whether it landed",
+                    commit_id=commit_id,
+                    path=self.root,
+                )
+            raise self.fail(failure) from error
+        self._apply(record, end)
+
+    def _apply(self, record: Record, end: Position) -> None:
+        """After the commit point nothing may fail any more: a broken index is caught up later."""
+
+        def body(tables: Tables) -> list[Retired]:
+            state.apply(tables, record)
+            put_applied_position(tables, end)
+            return state.sweep(tables, self.leases.leased_commits())
+
+        try:
+            retired = self.index.write(body)
+            self.objects.retire(retired)
+        except (ShardbError, OSError) as error:
+            self.recovery.warnings.append(
+                {"what": "index", "path": self.index.path, "why": f"caught up later: {error}"}
+            )
+            return
+        for item in retired:
+            self.cache.drop(item.digest)
+
+    def _rotate(self, end: Position) -> Position:
+        """Begin a new segment, with a checkpoint, when this one has grown."""
+        if end.offset < SEGMENT_LIMIT_BYTES:
+            return end
+        full = self.index.read(state.full_state)
+        return self.log.create_segment(end, records.pack(new_record("checkpoint", state=full)))
+
+    def fail(self, failure: ShardbError) -> ShardbError:
+        """Poison the store: a sync that failed once must not be retried on the same pages."""
+        if self._failed is None:
+            self._failed = failure
+        return failure
+
+    def close(self) -> None:
+        """Abort open transactions, give up locks and leases."""
+        for transaction in list(self._transactions.values()):
+            transaction.abort()
+        self.writer.close()
+        self.index.close()
+        self.locks.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class ReadView:
+    """One commit, leased: nothing of it is recycled while the view is open."""
+
+    def __init__(self, store: Store, commit: Commit, lease: Lease) -> None:
+        self._store = store
+        self._lease: Lease | None = lease
+        self.commit = commit
+
+    def names(self) -> list[str]:
+        return list(self.commit.shards)
+
+    def read(self, name: str) -> ShardView:
+        """One shard; NotFoundError when the commit has no such shard."""
+        assert self._lease is not None, "the view is closed"
+        entry = self.commit.shards.get(name)
+        if entry is None:
+            raise NotFoundError(refs.no_such("shard", name, self.commit.shards))
+        return self._store.read_object(name, entry)
+
+    def close(self) -> None:
+        if self._lease is not None:
+            self._store.leases.release(self._lease)
+            self._lease = None
+
+    def __enter__(self) -> ReadView:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def open(  # noqa: A001 - the field's word, used as shardb.open
+    path: str | os.PathLike[str],
+    *,
+    create: bool = False,
+    files: FileSystem | None = None,
+    verify: bool = True,
+    cache_bytes: int = 1 << 30,
+    writer_threads: int = 2,
+    max_pending_writes: int = 8,
+    allow_network: bool = False,
+) -> Store:
+    """Open a store, recovering it if needed; `store.recovery` says what was found.
+
+    `create` makes the store when there is none. `verify` checks each object's digest at its first
+    read. `cache_bytes` bounds the images kept in memory. Raises NotFoundError, FormatError,
+    LogDamagedError, LogTruncatedError, StorageFullError or StorageFailedError.
+    """
+    files = files or RealFileSystem()
+    root = os.path.abspath(os.fspath(path))
+    if create:
+        opening.create(files, root)
+    return Store(
+        root,
+        files=files,
+        verify=verify,
+        cache_bytes=cache_bytes,
+        writer_threads=writer_threads,
+        max_pending_writes=max_pending_writes,
+        allow_network=allow_network,
+    )
+
+
+def commit_digests(commit: Commit) -> set[str]:
+    return {entry.digest for entry in commit.shards.values()}
+
+
+@contextmanager
+def _storage_errors(path: str, doing: str, needed_bytes: int | None = None) -> Iterator[None]:
+    """Turn what the operating system says into the store's own errors."""
+    try:
+        yield
+    except OSError as error:
+        raise _storage_error(path, doing, error, needed_bytes) from error
+
+
+def _storage_error(
+    path: str, doing: str, error: OSError, needed_bytes: int | None = None
+) -> ShardbError:
+    where = error.filename or path
+    if error.errno in FULL:
+        need = f" {needed_bytes} bytes are needed," if needed_bytes else ""
+        return StorageFullError(
+            f"{where}: no space left while {doing};{need} {_free_text(path)}. The previous commit is "
+            "intact; free some space (`shardb gc` may help) and go on",
+            path=where,
+        )
+    return StorageFailedError(f"{where}: {doing} failed: {error.strerror}", path=where)
+
+
+def _free_text(path: str) -> str:
+    try:
+        return f"{RealFileSystem().space(path).free_bytes} bytes are free"
+    except OSError:
+        return "how much is free is unknown"

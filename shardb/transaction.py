@@ -1,0 +1,264 @@
+"""A transaction: the staging of the next commit on a branch.
+
+Owns what is staged. Order of a commit, the only order there is:
+1. staged objects are written to new or spare files, digests computed on the way; then all synced
+2. all renamed to their content names; the one directory synced
+3. the declared shard set is checked complete
+4. one commit record is appended to the log, and the log synced: the commit point
+5. the index is applied  6. retired objects move to spare files
+Steps 2 to 6 happen under the log's lock. Leaving the `with` block without a commit aborts.
+"""
+
+from __future__ import annotations
+
+import time as clock
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardb import layout
+from shardb.buffers import PooledBuffer
+from shardb.errors import IncompleteCommitError, NotFoundError, UsageError
+from shardb.layout import TensorSpec
+from shardb.objects import StagedObject
+from shardb.records import Commit, ShardEntry, new_id
+from shardb.views import Array, ShardView, StagedShard, TensorImage, specs_of
+
+if TYPE_CHECKING:
+    from shardb.store import Store
+
+
+@dataclass(kw_only=True)
+class Staged:
+    """A shard staged in this transaction: its image, and the file it is being written to."""
+
+    image: StagedShard
+    buffer: PooledBuffer
+    trainable: bool
+    written: Future[StagedObject] | None = None
+
+
+class Transaction:
+    """Made by `Store.begin`; use it as a context manager."""
+
+    def __init__(self, store: Store, branch: str, base: Commit | None) -> None:
+        self._store = store
+        self.branch = branch
+        self.base = base
+        self.id = new_id()
+        self._staged: dict[str, Staged] = {}
+        self._open = True
+
+    def names(self) -> list[str]:
+        """Shards that can be read: those of the base and those staged here."""
+        return sorted({*(self.base.shards if self.base else ()), *self._staged})
+
+    def read(self, name: str) -> ShardView:
+        """The shard as staged here, else as committed in the base; immutable, zero-copy.
+
+        Raises NotFoundError when there is no such shard, UsageError when it is staged but not
+        sealed yet, ObjectCorruptError or ObjectMissingError when its object is damaged.
+        """
+        self._check_open()
+        staged = self._staged.get(name)
+        if staged is not None:
+            if not staged.image.sealed:
+                raise UsageError(f"shard {name!r} is staged but not sealed; call seal() first")
+            digest = staged.written.result().digest if _is_done(staged) else None
+            image = staged.buffer.array(staged.image.bytes, writable=False)
+            return ShardView(name, staged.image.layout, image, digest)
+        if self.base is None or name not in self.base.shards:
+            raise NotFoundError(f"branch {self.branch!r} has no shard {name!r}")
+        return self._store.read_object(name, self.base.shards[name])
+
+    def stage(
+        self,
+        name: str,
+        like: TensorImage | Mapping[str, TensorSpec],
+        *,
+        trainable: bool = True,
+    ) -> StagedShard:
+        """A writable image for the next version of a shard; every byte of it must be written.
+
+        `like` is a view or a mapping of tensor names to specifications. The image is stable host
+        memory, aligned to pages. Call `seal()` on it as soon as it is complete; `commit` seals
+        what was not. Raises UsageError for a bad name or specification, or when it is staged.
+        """
+        self._check_open()
+        self._store.check_usable()
+        layout.check_name(name, "shard")
+        if name in self._staged:
+            raise UsageError(f"shard {name!r} is staged already; discard() it to stage it again")
+        placed = like.layout if isinstance(like, TensorImage) else layout.build(like)
+        if isinstance(like, TensorImage):
+            placed = layout.build(placed.specs)
+        buffer = self._store.buffers.take(placed.size_bytes)
+        image = buffer.array(placed.size_bytes, writable=True)
+        image[: len(placed.header)] = np.frombuffer(placed.header, dtype=np.uint8)
+        shard = StagedShard(name, placed, image, self._write_out)
+        self._staged[name] = Staged(image=shard, buffer=buffer, trainable=trainable)
+        return shard
+
+    def write(self, name: str, tensors: Mapping[str, Array], *, trainable: bool = True) -> None:
+        """Stage a shard from numpy arrays, copying them; any memory order is stored in C order."""
+        shard = self.stage(name, specs_of(tensors), trainable=trainable)
+        for tensor, array in tensors.items():
+            np.copyto(shard.array(tensor), array)
+        shard.seal()
+
+    def discard(self, name: str) -> None:
+        """Drop what is staged of a shard, so that it can be staged again."""
+        self._check_open()
+        staged = self._staged.pop(name, None)
+        if staged is None:
+            raise NotFoundError(f"shard {name!r} is not staged in this transaction")
+        self._give_back(staged)
+
+    def commit(
+        self,
+        *,
+        step: int,
+        state: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        statistics: Mapping[str, Any] | None = None,
+        recipe_digest: str | None = None,
+    ) -> Commit:
+        """Make what is staged, and every frozen shard of the base, the next commit of the branch.
+
+        Returns when the commit is durable. Raises IncompleteCommitError when a trainable shard of
+        the base is not staged, UsageError when `step` is not beyond the base's, ConflictError when
+        the branch has moved, StorageFullError when there is no space (nothing is changed),
+        StorageFailedError when the storage failed, and CommitUnknownError (`definite` False) when
+        it failed while the commit record was being written.
+        """
+        self._check_open()
+        self._store.check_usable()
+        self._check_complete(step)
+        for staged in self._staged.values():
+            staged.image.seal()
+        try:
+            objects = self._wait_and_sync()
+            commit = self._new_commit(objects, step, state, metrics, statistics, recipe_digest)
+            self._store.publish_commit(commit, objects)
+        except BaseException:
+            self.abort()
+            raise
+        for name, staged in self._staged.items():
+            self._store.cache.put(objects[name].digest, staged.image.layout, staged.buffer)
+        self._close()
+        return commit
+
+    def abort(self) -> None:
+        """Drop everything staged. Nothing of it was ever visible."""
+        if not self._open:
+            return
+        for staged in self._staged.values():
+            self._give_back(staged)
+        self._close()
+
+    def __enter__(self) -> Transaction:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.abort()
+
+    # Parts
+
+    def _write_out(self, shard: StagedShard) -> None:
+        staged = self._staged[shard.name]
+        branch = self.branch
+        # The written bytes are read from this view: the caller's arrays must not move on.
+        image = staged.buffer.array(shard.bytes, writable=False)
+        staged.written = self._store.writer.submit(
+            lambda: self._store.write_object(shard.name, image, branch)
+        )
+
+    def _wait_and_sync(self) -> dict[str, StagedObject]:
+        objects: dict[str, StagedObject] = {}
+        for name, staged in self._staged.items():
+            assert staged.written is not None
+            objects[name] = staged.written.result()
+        self._store.sync_objects(list(objects.values()))
+        return objects
+
+    def _check_complete(self, step: int) -> None:
+        if self.base is None:
+            if not self._staged:
+                raise IncompleteCommitError("the first commit of a branch needs at least one shard")
+            return
+        if step <= self.base.step:
+            raise UsageError(
+                f"step {step} is not beyond step {self.base.step}, where branch {self.branch!r} is"
+            )
+        missing = [
+            name
+            for name, entry in self.base.shards.items()
+            if entry.trainable and name not in self._staged
+        ]
+        if missing:
+            raise IncompleteCommitError(
+                f"step {step} lacks {len(missing)} of {len(self.base.shards)} shards "
+                f"({', '.join(missing[:5])}{', …' if len(missing) > 5 else ''}): committing would "
+                "mix two steps. Stage them, or write them with trainable=False once"
+            )
+
+    def _new_commit(
+        self,
+        objects: Mapping[str, StagedObject],
+        step: int,
+        state: Mapping[str, Any] | None,
+        metrics: Mapping[str, Any] | None,
+        statistics: Mapping[str, Any] | None,
+        recipe_digest: str | None,
+    ) -> Commit:
+        shards = dict(self.base.shards) if self.base else {}
+        for name, staged_object in objects.items():
+            shards[name] = ShardEntry(
+                digest=staged_object.digest,
+                bytes=staged_object.bytes,
+                step=step,
+                trainable=self._staged[name].trainable,
+            )
+        return Commit(
+            id=new_id(),
+            branch=self.branch,
+            step=step,
+            parent=self.base.id if self.base else None,
+            shards=dict(sorted(shards.items())),
+            time=clock.time(),
+            state=dict(state or {}),
+            metrics=dict(metrics or {}),
+            statistics=dict(statistics or {}),
+            recipe=recipe_digest,
+        )
+
+    def _give_back(self, staged: Staged) -> None:
+        """Return file and memory of a staged shard; a failed write has nothing to return."""
+        if staged.written is not None:
+            failure = staged.written.exception()
+            if failure is None:
+                self._store.drop_object(staged.written.result())
+        staged.buffer.release(self._store.buffers)
+
+    def _close(self) -> None:
+        self._open = False
+        self._staged = {}
+        self._store.transaction_closed(self)
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise UsageError("this transaction is over; begin another one")
+
+
+def _is_done(staged: Staged) -> bool:
+    future = staged.written
+    return future is not None and future.done() and future.exception() is None
