@@ -1,7 +1,7 @@
 """shardb: a transactional, content-addressed shard database.
 
-`shardb.open(path)` gives a `Store`; `Store.begin` a `Transaction`; `Store.at` and `Store.snapshot` a
-`ReadView`. Importing it imports neither torch nor the command line.
+`shardb.open(path)` gives a `Store`; `Store.begin` a `Transaction`; `Store.at` and `Store.snapshot`
+a `ReadView`. Importing it imports neither torch nor the command line.
 """
 
 from shardb.errors import ShardbError

@@ -32,7 +32,8 @@ class PooledBuffer:
     """One stable piece of host memory."""
 
     def __init__(self, size_bytes: int) -> None:
-        assert size_bytes > 0 and size_bytes % PAGE_BYTES == 0
+        assert size_bytes > 0
+        assert size_bytes % PAGE_BYTES == 0
         self.size_bytes = size_bytes
         self._map = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if size_bytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):

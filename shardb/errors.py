@@ -7,7 +7,7 @@ This module knows nothing of files or formats.
 ShardbError
 ├── UsageError              2  fix the call
 │   └── IncompleteCommitError  stage what is missing
-├── CorruptionError         3  the store cannot be read as it is: `shardb fsck`, then `shardb repair`
+├── CorruptionError         3  the store cannot be read: `shardb fsck`, then `shardb repair`
 │   ├── FormatError            not a store, or written by a newer version
 │   ├── LogDamagedError        an invalid record with a valid one behind it
 │   ├── LogTruncatedError      the log is shorter than the index knows

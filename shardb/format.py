@@ -30,10 +30,12 @@ class Format:
 
 
 def format_path(root: str) -> str:
+    """Where FORMAT is."""
     return f"{root}/FORMAT"
 
 
 def encode_format(store_id: str) -> bytes:
+    """The bytes of FORMAT."""
     fields = {"magic": MAGIC, "version": FORMAT_VERSION, "store_id": store_id}
     return json.dumps({**fields, "checksum": _checksum(fields)}).encode() + b"\n"
 
@@ -97,13 +99,15 @@ def create_directories(files: FileSystem, root: str) -> None:
                 files.make_directory(f"{root}/{name}")
     except (FileNotFoundError, FileExistsError, NotADirectoryError) as error:
         raise UsageError(
-            f"{root}: a store cannot be made here ({error.strerror}); its parent must be a directory",
+            f"{root}: a store cannot be made here ({error.strerror}); its parent must be a "
+            "directory",
             path=root,
         ) from error
     files.sync_directory(root)
 
 
 def write_format(files: FileSystem, root: str, store_id: str) -> None:
+    """Write FORMAT, durably: from here on the directory is a store."""
     write_file_durably(files, format_path(root), encode_format(store_id))
 
 

@@ -48,7 +48,8 @@ class Frame:
 
 def encode(*, lsn: int, previous: bytes, payload: bytes) -> tuple[bytes, bytes]:
     """Return the frame's bytes and its digest."""
-    assert lsn > 0 and len(previous) == 16
+    assert lsn > 0
+    assert len(previous) == 16
     assert len(payload) <= PAYLOAD_LIMIT_BYTES
     head = HEADER.pack(MAGIC, len(payload), lsn, previous, _RESERVED, NO_DIGEST)[:DIGESTED_BYTES]
     digest = frame_digest(head, payload)

@@ -80,8 +80,8 @@ class _SharedEnvironment:
             }
 
 
-# LMDB forbids opening an environment twice in one process, so its stores share one. Keyed by process
-# and directory, so that neither a fork nor a replaced directory finds somebody else's.
+# LMDB forbids opening an environment twice in one process, so its stores share one. Keyed by
+# process and directory, so that neither a fork nor a replaced directory finds somebody else's.
 _open_environments: dict[tuple[int, int], _SharedEnvironment] = {}
 _open_lock = threading.Lock()
 
@@ -163,6 +163,7 @@ def applied_position(tables: Any) -> Position:
 
 
 def put_applied_position(tables: Any, position: Position) -> None:
+    """Say how far the tables are applied, in the transaction that applies."""
     row = [position.sequence, position.offset, position.lsn, position.digest]
     tables.put("meta", "applied", row)
 

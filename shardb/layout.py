@@ -85,7 +85,7 @@ def build(specs: Mapping[str, TensorSpec]) -> Layout:
                 f"tensor {name!r}: data type {spec.dtype!r} is unknown; use one of "
                 f"{', '.join(sorted(ITEM_BITS))}"
             )
-        if any(not isinstance(size, int) or size < 0 for size in spec.shape):
+        if any(size < 0 for size in spec.shape):
             raise UsageError(f"tensor {name!r}: shape {spec.shape} is not of sizes >= 0")
     ordered = sorted(specs, key=lambda n: (-ITEM_BITS[specs[n].dtype], -specs[n].bytes, n))
     entries: dict[str, Any] = {"__metadata__": METADATA}

@@ -1,8 +1,8 @@
 """Leases: a live reader's pin on a commit.
 
-Owns `leases/`: one file a reader, named `<commit>.<unique>` and held with flock. The file's name and
-its lock are the truth, so a lease needs no space on a full disk, and a dead owner is recognised by
-its released lock, whatever killed it.
+Owns `leases/`: one file a reader, named `<commit>.<unique>` and held with flock. The file's name
+and its lock are the truth, so a lease needs no space on a full disk, and a dead owner is
+recognised by its released lock, whatever killed it.
 
 A reader takes its lock first, and then checks inside an index write transaction that the commit is
 still live; retiring reads the leases inside the write transaction that retires. One of the two

@@ -64,8 +64,8 @@ class Locks:
         try:
             if not self._files.lock(file, exclusive=True, blocking=False):
                 raise BranchLockedError(
-                    f"branch {branch!r} already has a writer: {self._owner_text(file)}. Wait for it, "
-                    "stop it, or write to another branch",
+                    f"branch {branch!r} already has a writer: {self._owner_text(file)}. Wait for "
+                    "it, stop it, or write to another branch",
                     path=path,
                 )
             self._describe(file)

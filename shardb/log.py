@@ -125,8 +125,8 @@ class Log:
         if behind is not None:
             raise LogDamagedError(
                 f"{path}: the record at offset {start + offset} is damaged, and record "
-                f"{behind.lsn} behind it (offset {start + behind.offset}) is intact; this is damage, "
-                "not an unfinished write. Run `shardb fsck`, then `shardb repair`",
+                f"{behind.lsn} behind it (offset {start + behind.offset}) is intact; this is "
+                "damage, not an unfinished write. Run `shardb fsck`, then `shardb repair`",
                 path=path,
                 offset=start + offset,
             )

@@ -28,7 +28,7 @@ from shardb.layout import Layout
 from shardb.state import Retired
 
 OBJECT_SUFFIX = ".safetensors"
-# Below this size the second descriptor and the aligned writes of direct I/O cost more than they save.
+# Below this size direct I/O, which needs a second descriptor, costs more than it saves.
 DIRECT_THRESHOLD_BYTES = 256 << 10
 WRITE_CHUNK_BYTES = 8 << 20
 # Files kept open between writing and the batched sync; beyond it a file is synced when written.
@@ -90,10 +90,10 @@ class ObjectFiles:
         image: Bytes = np.frombuffer(mapping, dtype=np.uint8)
         if self._verify and digest not in self._verified:
             self._check_digest(path, digest, image)
-        return layout.parse(memoryview(image), path), image
+        return layout.parse(image.data, path), image
 
     def _check_digest(self, path: str, digest: str, image: Bytes) -> None:
-        actual = xxhash.xxh3_128_hexdigest(image)
+        actual = xxhash.xxh3_128_hexdigest(image.data)
         if actual != digest:
             raise ObjectCorruptError(
                 f"{path}: the bytes have digest {actual}, not the one that names the file; run "
@@ -142,7 +142,7 @@ class ObjectFiles:
             self._files.close(staged.file)
 
     def _write_image(self, file: int, path: str, image: Bytes) -> str:
-        data = memoryview(image)
+        data = image.data
         hasher = xxhash.xxh3_128()
         direct_bytes = 0
         if self._direct and len(data) >= DIRECT_THRESHOLD_BYTES:

@@ -63,12 +63,12 @@ def _has_history(log: Log) -> bool:
 def check_medium(
     files: FileSystem, root: str, report: RecoveryReport, *, allow_network: bool
 ) -> None:
-    """Refuse network file systems, whose locks and syncs cannot be relied on; note volatile ones."""
+    """Refuse network file systems, where locks and syncs cannot be relied on; note memory."""
     kind = files.kind(root)
     if kind.startswith("network:") and not allow_network:
         raise UsageError(
-            f"{root} is on a network file system ({kind[8:]}), where locks and syncs cannot be relied "
-            "on; use a local disk, or pass --allow-network if only one machine ever opens it",
+            f"{root} is on a network file system ({kind[8:]}), where locks and syncs cannot be "
+            "relied on; use a local disk, or pass --allow-network if only one machine ever opens it",
             path=root,
         )
     if kind.startswith("memory:"):

@@ -83,8 +83,8 @@ def _scan_end(log: Log, applied: Position, *, whole: bool) -> tuple[Scan, Positi
     path = log.path(last)
     if last == applied.sequence and log.size_bytes(last) < applied.offset:
         raise LogTruncatedError(
-            f"{path}: {log.size_bytes(last)} bytes, but the index has applied record {applied.lsn}, "
-            f"which ends at byte {applied.offset}: the log was cut or replaced by an older copy. "
+            f"{path}: {log.size_bytes(last)} bytes, but the index has applied record "
+            f"{applied.lsn}, which ends at byte {applied.offset}: the log was cut or replaced by an older copy. "
             "Put the newer file back, or run `shardb repair`",
             path=path,
         )
@@ -106,8 +106,8 @@ def _check_witness(scan: Scan, applied: Position) -> None:
     if any(f.end == applied.offset and f.digest == applied.digest for f in scan.frames):
         return
     raise LogTruncatedError(
-        f"{scan.path}: record {applied.lsn}, which the index has applied, is not in this log: it was "
-        "damaged, or replaced by another copy. Run `shardb fsck`, then `shardb repair`",
+        f"{scan.path}: record {applied.lsn}, which the index has applied, is not in this log: it "
+        "was damaged, or replaced by another copy. Run `shardb fsck`, then `shardb repair`",
         path=scan.path,
     )
 
@@ -119,8 +119,8 @@ def _cut_torn_tail(
     assert torn is not None
     if applied.sequence == sequence and applied.offset > torn.offset:
         raise LogTruncatedError(
-            f"{torn.path}: the record at offset {torn.offset} is damaged, and the index has applied "
-            "it: this is no unfinished write. Run `shardb fsck`, then `shardb repair`",
+            f"{torn.path}: the record at offset {torn.offset} is damaged, and the index has "
+            "applied it: this is no unfinished write. Run `shardb fsck`, then `shardb repair`",
             path=torn.path,
         )
     log.cut(torn)

@@ -21,10 +21,12 @@ SHOWN_MAX = 12
 
 
 def branch_heads(tables: Tables) -> dict[str, Commit]:
+    """Branch names and their heads."""
     return {name: _commit(tables, row["head"]) for name, row in tables.items("branches")}
 
 
 def snapshot_commits(tables: Tables) -> dict[str, Commit]:
+    """Snapshot names and the commits they pin."""
     return {name: _commit(tables, row["commit"]) for name, row in tables.items("snapshots")}
 
 
@@ -36,7 +38,10 @@ def live_commits(tables: Tables) -> list[Commit]:
 
 
 def resolve(tables: Tables, ref: str | None) -> Commit:
-    """The retained commit that `ref` names; NotFoundError with near matches, UsageError if unclear."""
+    """The retained commit that `ref` names.
+
+    Raises NotFoundError with near matches, UsageError when several commits fit.
+    """
     if ref is None:
         ref = DEFAULT_BRANCH
         if tables.get("branches", ref) is None:
@@ -88,8 +93,8 @@ def snapshot_target(tables: Tables, name: str, ref: str | None) -> Commit:
     commit = commit_of_step(tables, step) if ref is None else resolve(tables, ref)
     if commit.step != step:
         raise UsageError(
-            f"a snapshot named {name!r} pins step {step}, but {ref!r} is step {commit.step}; choose "
-            "another name"
+            f"a snapshot named {name!r} pins step {step}, but {ref!r} is step {commit.step}; "
+            "choose another name"
         )
     return commit
 

@@ -82,7 +82,8 @@ def apply(tables: Tables, record: Record) -> None:
         _APPLY[record["kind"]](tables, record)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise LogDamagedError(
-            f"log record {record.get('id')} ({record.get('kind')}) lacks or garbles a field: {error!r}"
+            f"log record {record.get('id')} ({record.get('kind')}) lacks or garbles a field: "
+            f"{error!r}"
         ) from error
 
 
@@ -105,7 +106,8 @@ def _apply_commit(tables: Tables, record: Record) -> None:
     row = tables.get("branches", name) or {"head": None, "retained": []}
     if row["head"] != record["parent"]:
         raise LogDamagedError(
-            f"commit {commit} names parent {record['parent']}, but branch {name!r} is at {row['head']}"
+            f"commit {commit} names parent {record['parent']}, but branch {name!r} is at "
+            f"{row['head']}"
         )
     tables.put("commits", commit, record)
     for digest, size, *_ in record["shards"].values():

@@ -94,7 +94,7 @@ class Store:
         return self.index.read(refs.live_commits)
 
     def resolve(self, ref: str | None = None) -> Commit:
-        """The retained commit that `ref` names; see `shardb.refs`. NotFoundError has near matches."""
+        """The retained commit that `ref` names (see `shardb.refs`), or NotFoundError."""
         return self.index.read(lambda tables: refs.resolve(tables, ref))
 
     def durable_step(self, branch: str = DEFAULT_BRANCH) -> int | None:
@@ -185,8 +185,8 @@ class Store:
         """Raise the failure that poisoned this store, if there was one."""
         if self._failed is not None:
             raise StorageFailedError(
-                f"{self.root}: the storage failed earlier ({self._failed}); close the store and open "
-                "it again before writing",
+                f"{self.root}: the storage failed earlier ({self._failed}); close the store and "
+                "open it again before writing",
                 path=self.root,
             )
 
@@ -222,8 +222,8 @@ class Store:
         head = self.branches().get(commit.branch)
         if (head.id if head else None) != commit.parent:
             raise ConflictError(
-                f"branch {commit.branch!r} has moved to {head.id if head else 'nothing'} since this "
-                "transaction began; begin again"
+                f"branch {commit.branch!r} has moved to {head.id if head else 'nothing'} since "
+                "this transaction began; begin again"
             )
 
     def _place(self, commit: Commit, objects: Mapping[str, StagedObject]) -> None:
@@ -423,6 +423,7 @@ def open(  # noqa: A001 - the field's word, used as shardb.open
 
 
 def commit_digests(commit: Commit) -> set[str]:
+    """The digests of all objects of a commit."""
     return {entry.digest for entry in commit.shards.values()}
 
 
@@ -442,8 +443,8 @@ def _storage_error(
     if error.errno in FULL:
         need = f" {needed_bytes} bytes are needed," if needed_bytes else ""
         return StorageFullError(
-            f"{where}: no space left while {doing};{need} {_free_text(path)}. The previous commit is "
-            "intact; free some space (`shardb gc` may help) and go on",
+            f"{where}: no space left while {doing};{need} {_free_text(path)}. The previous commit "
+            "is intact; free some space (`shardb gc` may help) and go on",
             path=where,
         )
     return StorageFailedError(f"{where}: {doing} failed: {error.strerror}", path=where)

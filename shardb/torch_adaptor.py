@@ -45,7 +45,7 @@ def tensors(view: TensorImage) -> dict[str, torch.Tensor]:
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        image = torch.frombuffer(memoryview(view.image), dtype=torch.uint8)
+        image = torch.frombuffer(view.image.data, dtype=torch.uint8)
     found: dict[str, torch.Tensor] = {}
     for name, spec in view.specs.items():
         start = view.layout.offsets[name]

@@ -68,7 +68,7 @@ class Transaction:
         if staged is not None:
             if not staged.image.sealed:
                 raise UsageError(f"shard {name!r} is staged but not sealed; call seal() first")
-            digest = staged.written.result().digest if _is_done(staged) else None
+            digest = _digest_if_written(staged)
             image = staged.buffer.array(staged.image.bytes, writable=False)
             return ShardView(name, staged.image.layout, image, digest)
         if self.base is None or name not in self.base.shards:
@@ -259,6 +259,8 @@ class Transaction:
             raise UsageError("this transaction is over; begin another one")
 
 
-def _is_done(staged: Staged) -> bool:
+def _digest_if_written(staged: Staged) -> str | None:
     future = staged.written
-    return future is not None and future.done() and future.exception() is None
+    if future is None or not future.done() or future.exception() is not None:
+        return None
+    return future.result().digest

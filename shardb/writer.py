@@ -19,7 +19,8 @@ class BackgroundWriter:
     """A few threads and a limit on what waits for them."""
 
     def __init__(self, *, threads: int, max_pending: int) -> None:
-        assert threads > 0 and max_pending > 0
+        assert threads > 0
+        assert max_pending > 0
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shardb-writer")
         self._slots = threading.BoundedSemaphore(max_pending)
         self._pending = 0
