@@ -1,0 +1,165 @@
+"""Does streaming a step through a store give what resident training gives, bit for bit?
+
+Every parameter, moment, loss and norm over 20 steps. The control arms break the engine in ways
+that are easy to make by mistake, and the same comparison must notice each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from shardb.views import ShardView
+from tests.support.memory_transaction import MemoryStore, MemoryTransaction
+from tests.support.resident import ResidentTrainer
+from tests.support.tiny_model import TINY, TINY_QWEN, TINY_TIED, micro_batches
+from trainer.device import Device
+from trainer.engine import Engine, EngineOptions, StepResult
+from trainer.model.config import ModelConfig
+
+STEPS = 20
+SEED = 7
+# Tight enough that clipping bites in most steps and not in all of them.
+MAX_NORM = {"global": 1.4, "shard": 0.7, "none": 1.0}
+
+
+def options_of(dtype: str, clip: str, prefetch: str = "off", chunk: int = 16) -> EngineOptions:
+    return EngineOptions(
+        dtype=dtype,
+        grad_clip_mode=clip,
+        max_grad_norm=MAX_NORM[clip],
+        lm_head_chunk_tokens=chunk,
+        prefetch=prefetch,
+    )
+
+
+def learning_rate_of(step: int) -> float:
+    return 3e-3 * step / STEPS
+
+
+class Comparison:
+    """Trains both ways and collects every difference."""
+
+    def __init__(self, config: ModelConfig, options: EngineOptions, accumulation: int) -> None:
+        self.engine = Engine(config, options, Device.from_name("cpu"))
+        self.resident = ResidentTrainer(config, options, SEED)
+        self.accumulation = accumulation
+        self.store = MemoryStore()
+        self.scales: list[float] = []
+        with_initial = self.store.begin()
+        self.engine.initialise(with_initial, SEED)
+        with_initial.commit()
+
+    def transaction(self, step: int) -> MemoryTransaction:
+        assert step >= 1
+        return self.store.begin()
+
+    def differences(self) -> list[str]:
+        found: list[str] = []
+        for step in range(1, STEPS + 1):
+            batches = micro_batches(step, self.accumulation)
+            rate = learning_rate_of(step)
+            txn = self.transaction(step)
+            streamed = self.engine.train_step(txn, batches, step=step, learning_rate=rate)
+            txn.commit()
+            expected = self.resident.step(batches, rate)
+            self.scales.append(streamed.clip_scale)
+            found.extend(
+                f"step {step}: {field}"
+                for field in ("loss", "grad_norm", "clip_scale")
+                if getattr(streamed, field) != getattr(expected, field)
+            )
+            self.check_counts(streamed)
+        mine, theirs = self.store.arrays(), self.resident.arrays()
+        assert mine.keys() == theirs.keys()
+        return found + [name for name in mine if not np.array_equal(mine[name], theirs[name])]
+
+    def check_counts(self, streamed: StepResult) -> None:
+        limit = 2 if self.engine.options.prefetch == "cpu" else 1
+        assert streamed.updated_shards == len(self.engine.stages)
+        assert streamed.max_active_param_shards <= limit
+        assert streamed.max_active_optimizer_shards <= limit
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("clip", ["global", "shard", "none"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("config", [TINY, TINY_TIED], ids=["untied", "tied"])
+def test_streamed_equals_resident(
+    config: ModelConfig, dtype: str, clip: str, accumulation: int
+) -> None:
+    comparison = Comparison(config, options_of(dtype, clip), accumulation)
+    assert comparison.differences() == []
+    if clip != "none":
+        assert min(comparison.scales) < 1.0, "clipping never happened: the test shows nothing"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_biases_and_query_key_norms(dtype: str) -> None:
+    assert Comparison(TINY_QWEN, options_of(dtype, "global"), 2).differences() == []
+
+
+@pytest.mark.parametrize("clip", ["global", "shard"])
+def test_reading_ahead_changes_nothing(clip: str) -> None:
+    assert Comparison(TINY, options_of("fp32", clip, prefetch="cpu"), 2).differences() == []
+
+
+class SkippedUpdate(Comparison):
+    """Control: at one step, one shard is committed as it was."""
+
+    def transaction(self, step: int) -> MemoryTransaction:
+        return SkippingTransaction(self.store) if step == 9 else super().transaction(step)
+
+
+class SkippingTransaction(MemoryTransaction):
+    def commit(self) -> None:
+        old = self.read_base("params/block_001")
+        for name, array in self._staged["params/block_001"].arrays().items():
+            array[...] = old.array(name)
+        super().commit()
+
+    def read_base(self, name: str) -> ShardView:
+        return self._store.shards[name]
+
+
+class StaleBuffer(Comparison):
+    """Control: at one step, the replay sees the shard of the step before."""
+
+    previous: ShardView | None = None
+
+    def transaction(self, step: int) -> MemoryTransaction:
+        current = self.store.shards["params/block_001"]
+        stale, self.previous = self.previous, current
+        if step == 9:
+            assert stale is not None
+            return StaleTransaction(self.store, stale)
+        return super().transaction(step)
+
+
+class StaleTransaction(MemoryTransaction):
+    def __init__(self, store: MemoryStore, stale: ShardView) -> None:
+        super().__init__(store)
+        self.stale = stale
+        self.reads = 0
+
+    def read(self, name: str) -> ShardView:
+        self.reads += name == "params/block_001"
+        return self.stale if name == "params/block_001" and self.reads == 2 else super().read(name)
+
+
+@pytest.mark.parametrize("control", [SkippedUpdate, StaleBuffer])
+@pytest.mark.parametrize("clip", ["global", "shard"])
+def test_control_a_broken_step_is_noticed(control: type[Comparison], clip: str) -> None:
+    assert control(TINY, options_of("fp32", clip), 1).differences() != []
+
+
+def test_control_a_slightly_different_setting_is_noticed() -> None:
+    comparison = Comparison(TINY, options_of("fp32", "global"), 1)
+    comparison.engine = Engine(
+        TINY,
+        replace(comparison.engine.options, beta2=0.9501),
+        Device.from_name("cpu"),
+    )
+    assert comparison.differences() != []

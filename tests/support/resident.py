@@ -1,0 +1,126 @@
+"""Resident training: the reference that streaming must equal bit for bit.
+
+Every parameter is in memory, gradients come from ordinary autograd over whole forward passes, the
+optimizer is `torch.optim.AdamW` and global clipping is `clip_grad_norm_`. It shares the stages'
+`forward` and first values with the engine, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer.model.config import ModelConfig
+from trainer.model.initialise import fill_initial
+from trainer.model.stages import LmHead, Stage, build_stages, build_trunk
+from trainer.options import EngineOptions
+
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class ResidentStep:
+    loss: float
+    grad_norm: float
+    clip_scale: float
+
+
+class ResidentTrainer:
+    """A whole model in memory."""
+
+    def __init__(self, config: ModelConfig, options: EngineOptions, seed: int) -> None:
+        self.config = config
+        self.options = options
+        self.dtype = TORCH_DTYPES[options.dtype]
+        self.trunk = build_trunk(config)
+        self.head = LmHead(config)
+        self.params = {stage.name: first_values(stage, seed) for stage in build_stages(config)}
+        self.optimizer = torch.optim.AdamW(
+            [p for shard in self.params.values() for p in shard.values()],
+            betas=(options.beta1, options.beta2),
+            eps=options.adam_eps,
+            weight_decay=options.weight_decay,
+            fused=True,
+        )
+
+    def step(self, micro_batches: Sequence[np.ndarray], learning_rate: float) -> ResidentStep:
+        self.optimizer.zero_grad(set_to_none=True)
+        valid = sum(int((rows[:, 1:] != -100).sum()) for rows in micro_batches)
+        loss_sum = self._accumulate(micro_batches, valid)
+        norm, scale = self._clip()
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        return ResidentStep(loss=loss_sum / valid, grad_norm=norm, clip_scale=scale)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Give parameters and moments under the names of a store's tensors."""
+        found = {}
+        for stage, shard in self.params.items():
+            for name, parameter in shard.items():
+                found[f"params/{stage}:{name}"] = parameter.detach().numpy().copy()
+                state = self.optimizer.state[parameter]
+                for moment in ("exp_avg", "exp_avg_sq"):
+                    found[f"optim/{stage}:{name}.{moment}"] = state[moment].numpy().copy()
+        return found
+
+    def _accumulate(self, micro_batches: Sequence[np.ndarray], valid: int) -> float:
+        """Head first for every micro-batch, then what is below: a shared weight sums in order."""
+        loss_sum = 0.0
+        pending = []
+        for rows in micro_batches:
+            ids, labels = (torch.from_numpy(part.copy()) for part in (rows[:, :-1], rows[:, 1:]))
+            hidden = self._hidden(ids.clamp_min(0))
+            leaf = hidden.detach().requires_grad_()
+            flat, targets = leaf.flatten(0, 1), labels.flatten()
+            chunk = self.options.lm_head_chunk_tokens
+            for start in range(0, len(targets), chunk):
+                part = slice(start, start + chunk)
+                logits = self.head.forward(self._active(self.head), flat[part]).float()
+                loss = F.cross_entropy(logits, targets[part], reduction="sum", ignore_index=-100)
+                (loss / valid).backward()
+                loss_sum += float(loss.detach())
+            pending.append((hidden, leaf.grad))
+        for hidden, gradient in pending:
+            hidden.backward(gradient)
+        return loss_sum
+
+    def _hidden(self, ids: Tensor) -> Tensor:
+        x = ids
+        for stage in self.trunk:
+            x = stage.forward(self._active(stage), x).to(self.dtype)
+        return x
+
+    def _active(self, stage: Stage) -> dict[str, Tensor]:
+        masters = self.params[stage.name]
+        if stage.keeps_master_dtype:
+            return masters
+        return {name: p.to(self.dtype) for name, p in masters.items()}
+
+    def _clip(self) -> tuple[float, float]:
+        mode, limit = self.options.grad_clip_mode, self.options.max_grad_norm
+        everything = [p for shard in self.params.values() for p in shard.values()]
+        if mode == "global":
+            norm = torch.nn.utils.clip_grad_norm_(everything, limit)
+            return float(norm), float(torch.clamp(limit / (norm + 1e-6), max=1.0))
+        norm = torch.nn.utils.get_total_norm([p.grad for p in everything])
+        if mode == "none":
+            return float(norm), 1.0
+        shard_norms = [
+            torch.nn.utils.clip_grad_norm_(list(shard.values()), limit)
+            for shard in self.params.values()
+        ]
+        scales = [float(torch.clamp(limit / (each + 1e-6), max=1.0)) for each in shard_norms]
+        return float(norm), min(scales)
+
+
+def first_values(stage: Stage, seed: int) -> dict[str, Tensor]:
+    """Give a stage's initial parameters as leaves."""
+    tensors = {name: torch.empty(each.shape) for name, each in stage.parameters.items()}
+    fill_initial(stage, seed, tensors)
+    return {name: tensor.requires_grad_() for name, tensor in tensors.items()}

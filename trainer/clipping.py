@@ -1,0 +1,51 @@
+"""Gradient norms and the factor that clips them.
+
+Owns the definition of a norm over many tensors: the norm of the tensors' norms, taken in the order
+of stages and parameters, as `torch.nn.utils.clip_grad_norm_` does, so that both give the same bits.
+Norms are fp32 whatever the compute dtype. Knows nothing of stores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from trainer.errors import NonFiniteError
+
+
+def tensor_norms(shard: str, gradients: Mapping[str, Tensor]) -> Tensor:
+    """Give each tensor's 2-norm, fp32 [tensors]; NonFiniteError names the first that has none."""
+    norms = torch.stack([torch.linalg.vector_norm(g, 2.0) for g in gradients.values()])
+    if not bool(torch.isfinite(norms).all()):
+        raise _non_finite(shard, gradients, norms)
+    return norms
+
+
+def total_norm(norms: Sequence[Tensor]) -> Tensor:
+    """Give the 2-norm of everything that `norms` were taken of, an fp32 scalar."""
+    norm: Tensor = torch.linalg.vector_norm(torch.cat(list(norms)), 2.0)
+    return norm
+
+
+def clip_scale(norm: Tensor, max_norm: float) -> float:
+    """Give the factor that brings `norm` down to `max_norm`: 1.0 when it is not above."""
+    return float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+
+
+def _non_finite(shard: str, gradients: Mapping[str, Tensor], norms: Tensor) -> NonFiniteError:
+    index = int((~torch.isfinite(norms)).nonzero()[0])
+    tensor = list(gradients)[index]
+    bad_count = int((~torch.isfinite(gradients[tensor])).sum())
+    fault = (
+        f"has {bad_count} values of {gradients[tensor].numel()} that are not finite"
+        if bad_count
+        else "is so large that its norm exceeds fp32"
+    )
+    return NonFiniteError(
+        f"the gradient of {shard}/{tensor} {fault}: training diverged and this step was not "
+        "committed; resume with a lower --learning-rate or --max-grad-norm",
+        shard=shard,
+        tensor=tensor,
+    )

@@ -1,0 +1,104 @@
+"""The engine: trains and evaluates a model whose parameters live in a store.
+
+Owns what a caller sees: initial values, one training step, held-out loss, logits. It knows stages
+and a transaction, and nothing of files, schedules, data order or commits: the caller commits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shardb import torch_adaptor
+from trainer.device import Device
+from trainer.errors import InputError
+from trainer.evaluate import EvalResult, Evaluator
+from trainer.model.config import ModelConfig
+from trainer.model.initialise import fill_initial
+from trainer.model.stages import LmHead, build_stages, build_trunk
+from trainer.options import EngineOptions
+from trainer.residency import ShardReader
+from trainer.step import ShardTransaction, StepModel, StepResult, TrainStep
+from trainer.timing import StepClock
+from trainer.tokens import Tokens, check_length
+
+__all__ = ["Engine", "EngineOptions", "EvalResult", "StepResult"]
+
+Rows = NDArray[np.integer]
+
+
+class Engine:
+    """Trains and evaluates one model whose parameters live in a store."""
+
+    def __init__(self, config: ModelConfig, options: EngineOptions, device: Device) -> None:
+        self.config = config
+        self.options = options
+        self.device = device
+        self.stages = build_stages(config)
+        self._model = StepModel(
+            trunk=build_trunk(config),
+            head=LmHead(config),
+            tied=config.tied_embeddings,
+            options=options,
+            optimizer=options.optimizer(),
+            device=device,
+        )
+
+    def initialise(self, txn: ShardTransaction, seed: int) -> None:
+        """Stage first parameters and zero optimizer state for every stage."""
+        for stage in self.stages:
+            params = txn.stage(f"params/{stage.name}", like=stage.specs)
+            fill_initial(stage, seed, torch_adaptor.tensors(params))
+            params.seal()
+            state = txn.stage(
+                f"optim/{stage.name}", like=self._model.optimizer.state_specs(stage.specs)
+            )
+            for tensor in torch_adaptor.tensors(state).values():
+                tensor.zero_()
+            state.seal()
+
+    def train_step(
+        self,
+        txn: ShardTransaction,
+        micro_batches: Sequence[Rows],
+        *,
+        step: int,
+        learning_rate: float,
+    ) -> StepResult:
+        """Stage the next version of every shard; the caller commits.
+
+        micro_batches: integer rows [B, T + 1] each; step: number of the new step, from 1.
+
+        Raises:
+            InputError: a batch does not fit the model, or has no label that counts.
+            NonFiniteError: the loss or a gradient is not finite.
+        """
+        batches = [Tokens.from_rows(rows, self.config, self.device) for rows in micro_batches]
+        if not sum(batch.valid_count for batch in batches):
+            raise InputError("no label of this step counts in the loss: every one is -100")
+        course = TrainStep(self._model, txn, step=step, learning_rate=learning_rate)
+        return course.run(batches)
+
+    def evaluate(self, reader: ShardReader, batches: Iterable[Rows]) -> EvalResult:
+        """Give the mean loss over the valid tokens of rows [B, T + 1]."""
+        tokens = (Tokens.from_rows(rows, self.config, self.device) for rows in batches)
+        return self._evaluator().evaluate(reader, tokens)
+
+    def logits(self, reader: ShardReader, ids: Tensor, *, last_only: bool = False) -> Tensor:
+        """Score ids [B, T]: [B, T, V] in the compute dtype, or [B, 1, V] with `last_only`."""
+        check_length(ids.shape[1], self.config)
+        return self._evaluator().logits(
+            reader, ids.to(self.device.torch_device), last_only=last_only
+        )
+
+    def _evaluator(self) -> Evaluator:
+        return Evaluator(
+            trunk=self._model.trunk,
+            head=self._model.head,
+            compute=self._model.compute(StepClock()),
+            chunk_tokens=self.options.lm_head_chunk_tokens,
+            read_ahead=self.options.prefetch == "cpu",
+        )

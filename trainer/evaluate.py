@@ -1,0 +1,90 @@
+"""The loss on held-out rows, and logits: forward passes only, streamed like training.
+
+Knows nothing of gradients or optimizers. Reads from a transaction (staged values included) or from
+a read view of any commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from trainer.errors import InputError
+from trainer.forward import Compute, bring_in, run_stage
+from trainer.head import head_loss_sum
+from trainer.model.stages import Stage
+from trainer.residency import ShardReader, ShardWindow
+from trainer.tokens import Tokens
+
+# Batches that pass a stage together: a stage is brought in once for all of them.
+GROUP_BATCHES = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalResult:
+    """Mean loss over valid tokens, and how many tokens and batches it was taken over."""
+
+    loss: float
+    tokens: int
+    batches: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluator:
+    """Forward passes of one model over shards of any reader."""
+
+    trunk: Sequence[Stage]
+    head: Stage
+    compute: Compute
+    chunk_tokens: int
+    read_ahead: bool
+
+    def evaluate(self, reader: ShardReader, batches: Iterable[Tokens]) -> EvalResult:
+        """Give the mean loss; InputError when there is no valid token at all."""
+        loss_sum, tokens, count = 0.0, 0, 0
+        for group in _groups(batches):
+            loss_sum += self._group_loss(reader, group)
+            tokens += sum(batch.valid_count for batch in group)
+            count += len(group)
+        if tokens == 0:
+            raise InputError(
+                "validation has no token to measure: give --val-data-dir rows whose labels count"
+            )
+        return EvalResult(loss=loss_sum / tokens, tokens=tokens, batches=count)
+
+    def logits(self, reader: ShardReader, ids: Tensor, *, last_only: bool = False) -> Tensor:
+        """Score ids [B, T]: [B, T, V] in the compute dtype; only the last position if asked."""
+        with self._window(reader) as window:
+            [hidden] = self._trunk_outputs(window, [ids])
+            with torch.no_grad(), window.take(f"params/{self.head.name}") as view:
+                params = bring_in(self.head, view, self.compute)
+                return self.head.forward(params, hidden[:, -1:] if last_only else hidden)
+
+    def _group_loss(self, reader: ShardReader, group: Sequence[Tokens]) -> float:
+        with self._window(reader) as window:
+            hidden = self._trunk_outputs(window, [batch.ids for batch in group])
+            with window.take(f"params/{self.head.name}") as view:
+                params = bring_in(self.head, view, self.compute)
+                labels = [batch.labels for batch in group]
+                return float(
+                    head_loss_sum(self.head, params, hidden, labels, chunk_tokens=self.chunk_tokens)
+                )
+
+    def _trunk_outputs(self, window: ShardWindow, inputs: list[Tensor]) -> list[Tensor]:
+        for stage in self.trunk:
+            inputs = run_stage(stage, window, self.compute, inputs)
+        return inputs
+
+    def _window(self, reader: ShardReader) -> ShardWindow:
+        order = [f"params/{stage.name}" for stage in (*self.trunk, self.head)]
+        return ShardWindow(reader, order, read_ahead=self.read_ahead, clock=self.compute.clock)
+
+
+def _groups(batches: Iterable[Tokens]) -> Iterator[list[Tokens]]:
+    iterator = iter(batches)
+    while group := list(islice(iterator, GROUP_BATCHES)):
+        yield group

@@ -1,0 +1,28 @@
+"""The sum of a stage's gradients over micro-batches or chunks, kept in fp32.
+
+Knows nothing of stages. Invariant: whatever the compute dtype is, sums are taken in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+class GradientSum:
+    """Adds gradients by name; `gradients` holds contiguous fp32 tensors that the sum owns."""
+
+    def __init__(self, start: dict[str, Tensor] | None = None) -> None:
+        self.gradients: dict[str, Tensor] = start if start is not None else {}
+
+    def add(self, terms: Mapping[str, Tensor]) -> None:
+        """Add one micro-batch's gradients; fp32 tensors may be taken over, not copied."""
+        for name, term in terms.items():
+            if name in self.gradients:
+                self.gradients[name].add_(term)
+            else:
+                self.gradients[name] = term.to(
+                    torch.promote_types(term.dtype, torch.float32)
+                ).contiguous()

@@ -1,0 +1,95 @@
+"""The loss at the head, over chunks of tokens, with the backward pass of each chunk in turn.
+
+Owns the sum over valid tokens and the head's gradients. Knows nothing of stages below or of shards.
+A chunk's logits live only while that chunk is worked on; a loop with one backward pass at its end
+would keep them all. The weight's gradient is summed in fp32.
+
+Shapes: N tokens of a micro-batch (B * T), D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer.gradients import GradientSum
+from trainer.model.stages import Stage
+
+IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadGradients:
+    """The loss summed over valid tokens (float64), and the gradients of its mean."""
+
+    loss_sum: Tensor
+    hidden: list[Tensor]
+    params: dict[str, Tensor]
+
+
+def head_backward(
+    head: Stage,
+    params: Mapping[str, Tensor],
+    hidden: Sequence[Tensor],
+    labels: Sequence[Tensor],
+    *,
+    valid_tokens: int,
+    chunk_tokens: int,
+) -> HeadGradients:
+    """Give the loss and the gradients of (loss sum / valid_tokens), chunk by chunk.
+
+    hidden: [B, T, D] and labels: [B, T] a micro-batch; chunks never span two micro-batches.
+    """
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
+    total = GradientSum()
+    loss_sum = torch.zeros((), dtype=torch.float64, device=hidden[0].device)
+    # 1/n as an fp32 quotient is what autograd itself would send back through a division by n.
+    seed = torch.ones((), device=hidden[0].device) / valid_tokens
+    hidden_gradients = []
+    for x_BTD, labels_BT in zip(hidden, labels, strict=True):
+        gradient_ND = torch.empty_like(x_BTD).flatten(0, 1)
+        for rows, x_ND, labels_N in _chunks(x_BTD, labels_BT, chunk_tokens):
+            leaf_ND = x_ND.detach().requires_grad_()
+            loss = _loss_sum(head, leaves, leaf_ND, labels_N)
+            gradient_ND[rows], *weight = torch.autograd.grad(
+                loss, [leaf_ND, *leaves.values()], grad_outputs=seed
+            )
+            total.add(dict(zip(leaves, weight, strict=True)))
+            loss_sum += loss.detach().double()
+        hidden_gradients.append(gradient_ND.view_as(x_BTD))
+    return HeadGradients(loss_sum=loss_sum, hidden=hidden_gradients, params=total.gradients)
+
+
+def head_loss_sum(
+    head: Stage,
+    params: Mapping[str, Tensor],
+    hidden: Sequence[Tensor],
+    labels: Sequence[Tensor],
+    *,
+    chunk_tokens: int,
+) -> Tensor:
+    """Give the loss summed over valid tokens, float64, without gradients."""
+    loss_sum = torch.zeros((), dtype=torch.float64, device=hidden[0].device)
+    with torch.no_grad():
+        for x_BTD, labels_BT in zip(hidden, labels, strict=True):
+            for _, x_ND, labels_N in _chunks(x_BTD, labels_BT, chunk_tokens):
+                loss_sum += _loss_sum(head, params, x_ND, labels_N).double()
+    return loss_sum
+
+
+def _loss_sum(head: Stage, params: Mapping[str, Tensor], x_ND: Tensor, labels_N: Tensor) -> Tensor:
+    logits_NV = head.forward(params, x_ND).float()
+    return F.cross_entropy(logits_NV, labels_N, ignore_index=IGNORED_LABEL, reduction="sum")
+
+
+def _chunks(
+    x_BTD: Tensor, labels_BT: Tensor, chunk_tokens: int
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    x_ND, labels_N = x_BTD.flatten(0, 1), labels_BT.flatten()
+    for start in range(0, len(labels_N), chunk_tokens):
+        rows = slice(start, start + chunk_tokens)
+        yield rows, x_ND[rows], labels_N[rows]

@@ -1,0 +1,83 @@
+"""How the engine trains: every setting that changes a step's arithmetic or its course.
+
+Owns the settings' rules. Knows nothing of models, data or stores.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from trainer.errors import InputError
+from trainer.optimizers.adamw import AdamW
+
+_CHOICES = {
+    "dtype": ("fp32", "bf16"),
+    "grad_clip_mode": ("global", "shard", "none"),
+    "weight_decay_scope": ("all", "matrices"),
+    "prefetch": ("off", "cpu"),
+}
+_TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineOptions:
+    """Settings of a training step.
+
+    dtype: of compute; parameters and optimizer state are fp32 always.
+    grad_clip_mode: `global` (one norm over the model, exact), `shard` (one each), `none`.
+    lm_head_chunk_tokens: tokens whose logits exist at once.
+    weight_decay_scope: `all` parameters, or `matrices` only (norms and biases are spared).
+    prefetch: `cpu` reads the next shard in a thread while one computes.
+
+    Raises:
+        InputError: a value is outside its range; the message names the flag.
+    """
+
+    dtype: str = "fp32"
+    grad_clip_mode: str = "global"
+    max_grad_norm: float = 1.0
+    lm_head_chunk_tokens: int = 4096
+    beta1: float = 0.9
+    beta2: float = 0.95
+    adam_eps: float = 1e-8
+    weight_decay: float = 0.1
+    weight_decay_scope: str = "all"
+    prefetch: str = "off"
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            _require(value in choices, name, value, f"choose one of {', '.join(choices)}")
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            _require(0 <= value < 1, name, value, "give a value from 0 to below 1")
+        for name in ("adam_eps", "max_grad_norm"):
+            value = getattr(self, name)
+            _require(math.isfinite(value) and value > 0, name, value, "give more than 0")
+        decay = self.weight_decay
+        _require(math.isfinite(decay) and decay >= 0, "weight_decay", decay, "give 0 or more")
+        chunk = self.lm_head_chunk_tokens
+        _require(chunk >= 1, "lm_head_chunk_tokens", chunk, "give 1 or more")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Give the compute dtype."""
+        return _TORCH_DTYPES[self.dtype]
+
+    def optimizer(self) -> AdamW:
+        """Give the update rule."""
+        return AdamW(
+            beta1=self.beta1,
+            beta2=self.beta2,
+            eps=self.adam_eps,
+            weight_decay=self.weight_decay,
+            decay_matrices_only=self.weight_decay_scope == "matrices",
+        )
+
+
+def _require(holds: bool, name: str, value: object, remedy: str) -> None:
+    if not holds:
+        raise InputError(f"--{name.replace('_', '-')} is {value}: {remedy}")

@@ -1,0 +1,108 @@
+"""Which shards are in use right now, and which one comes next.
+
+Owns the order in which a pass needs shards, the optional thread that reads the next one ahead, and
+the counts of how many were active at once. Knows nothing of what is computed with them.
+Invariants: shards are taken in the announced order; a shard read ahead counts as active.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Literal, Protocol
+
+import numpy as np
+
+from shardb.views import ShardView
+from trainer.timing import StepClock
+
+Kind = Literal["params", "optim"]
+PAGE_BYTES = 4096
+
+
+class ShardReader(Protocol):
+    """What gives shards by name: a transaction or a read view."""
+
+    def read(self, name: str) -> ShardView:
+        """Give the immutable shard."""
+        ...
+
+
+class ShardWindow:
+    """Hands out the shards of a pass one after the other, reading at most one ahead.
+
+    `lock` is held around every call into `reader`; whoever uses the same transaction while a window
+    is open takes it too, because a transaction is not asked to serve two threads at once.
+    """
+
+    def __init__(
+        self, reader: ShardReader, order: Sequence[str], *, read_ahead: bool, clock: StepClock
+    ) -> None:
+        self.lock = threading.Lock()
+        self.active_max: dict[Kind, int] = {"params": 0, "optim": 0}
+        self._active: dict[Kind, int] = {"params": 0, "optim": 0}
+        self._reader = reader
+        self._order = list(order)
+        self._position = 0
+        self._clock = clock
+        self._ahead: Future[ShardView] | None = None
+        self._executor = ThreadPoolExecutor(1, "read-ahead") if read_ahead else None
+
+    def __enter__(self) -> ShardWindow:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._executor is not None:
+            self._executor.shutdown(wait=True, cancel_futures=True)
+        assert error is not None or self._position == len(self._order), "a shard was not visited"
+
+    @contextmanager
+    def take(self, name: str) -> Iterator[ShardView]:
+        """Give the next shard, which must be `name`, until the block ends."""
+        assert self._order[self._position] == name, (self._order[self._position], name)
+        kind = _kind_of(name)
+        if self._ahead is None:
+            self._enter(kind)
+        bucket = "param_load_seconds" if kind == "params" else "optimizer_load_seconds"
+        with self._clock.measure(bucket):
+            view = self._read(name) if self._ahead is None else self._ahead.result()
+        self._ahead = None
+        self._position += 1
+        self._start_ahead()
+        try:
+            yield view
+        finally:
+            self._active[kind] -= 1
+
+    def _start_ahead(self) -> None:
+        if self._executor is None or self._position == len(self._order):
+            return
+        name = self._order[self._position]
+        self._enter(_kind_of(name))
+        self._ahead = self._executor.submit(self._read_and_touch, name)
+
+    def _enter(self, kind: Kind) -> None:
+        self._active[kind] += 1
+        self.active_max[kind] = max(self.active_max[kind], self._active[kind])
+
+    def _read(self, name: str) -> ShardView:
+        with self.lock:
+            return self._reader.read(name)
+
+    def _read_and_touch(self, name: str) -> ShardView:
+        view = self._read(name)
+        # One byte a page brings the whole mapping into memory; numpy lets other threads run.
+        np.add.reduce(view.image[::PAGE_BYTES], dtype=np.uint64)
+        return view
+
+
+def _kind_of(name: str) -> Kind:
+    return "params" if name.startswith("params/") else "optim"
