@@ -39,9 +39,7 @@ from trainer.tokens import Tokens
 class ShardTransaction(ShardReader, Protocol):
     """The part of a transaction that a step uses."""
 
-    def stage(
-        self, name: str, like: ShardView | Mapping[str, TensorSpec], trainable: bool = True
-    ) -> StagedShard:
+    def stage(self, name: str, like: ShardView | Mapping[str, TensorSpec]) -> StagedShard:
         """Give the writable image of a shard of the next commit."""
         ...
 

@@ -48,10 +48,7 @@ class MemoryTransaction:
             return _view(self._staged[name])
         return self._store.shards[name]
 
-    def stage(
-        self, name: str, like: ShardView | Mapping[str, TensorSpec], trainable: bool = True
-    ) -> StagedShard:
-        assert trainable, "the engine stages trainable shards only"
+    def stage(self, name: str, like: ShardView | Mapping[str, TensorSpec]) -> StagedShard:
         assert name not in self._staged, f"{name} is staged twice"
         specs = like.specs if isinstance(like, ShardView) else like
         built = layout.build(specs)
