@@ -6,9 +6,10 @@ a `ReadView`. Importing it imports neither torch nor the command line.
 
 from shardb.errors import ShardbError
 from shardb.layout import TensorSpec
+from shardb.read_view import ReadView
 from shardb.records import Commit, ShardEntry
 from shardb.recovery import RecoveryReport
-from shardb.store import ReadView, Store, open  # noqa: A004 - used as shardb.open
+from shardb.store import Store, open  # noqa: A004 - used as shardb.open
 from shardb.transaction import Transaction
 from shardb.views import ShardView, StagedShard
 

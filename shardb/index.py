@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import lmdb
 import msgpack
@@ -59,7 +59,14 @@ class LmdbTables:
 
 
 class _SharedEnvironment:
-    """An LMDB environment and how many stores of this process use it."""
+    """An LMDB environment and how many stores of this process use it.
+
+    LMDB forbids opening an environment twice in one process, so its stores share one. Keyed by
+    process and directory, so that neither a fork nor a replaced directory finds somebody else's.
+    """
+
+    lock: ClassVar[threading.Lock] = threading.Lock()
+    opened: ClassVar[dict[tuple[int, int], _SharedEnvironment]] = {}
 
     def __init__(self, directory: str) -> None:
         self.users = 0
@@ -80,12 +87,6 @@ class _SharedEnvironment:
             }
 
 
-# LMDB forbids opening an environment twice in one process, so its stores share one. Keyed by
-# process and directory, so that neither a fork nor a replaced directory finds somebody else's.
-_open_environments: dict[tuple[int, int], _SharedEnvironment] = {}
-_open_lock = threading.Lock()
-
-
 class Index:
     """The LMDB environment under one directory."""
 
@@ -94,11 +95,11 @@ class Index:
         self.path = f"{directory}/data.mdb"
         self._owner = os.getpid()
         self._key = (self._owner, files.status(directory).inode)
-        with _open_lock:
-            shared = _open_environments.get(self._key)
+        with _SharedEnvironment.lock:
+            shared = _SharedEnvironment.opened.get(self._key)
             if shared is None:
                 shared = _SharedEnvironment(directory)
-                _open_environments[self._key] = shared
+                _SharedEnvironment.opened[self._key] = shared
             shared.users += 1
         self._environment = shared.environment
         self._databases = shared.databases
@@ -142,11 +143,11 @@ class Index:
         """Close the environment with its last user in this process."""
         if self._owner != os.getpid():
             return
-        with _open_lock:
-            shared = _open_environments[self._key]
+        with _SharedEnvironment.lock:
+            shared = _SharedEnvironment.opened[self._key]
             shared.users -= 1
             if shared.users == 0:
-                del _open_environments[self._key]
+                del _SharedEnvironment.opened[self._key]
                 shared.environment.close()
 
     def _check_process(self) -> None:

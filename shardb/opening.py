@@ -68,7 +68,8 @@ def check_medium(
     if kind.startswith("network:") and not allow_network:
         raise UsageError(
             f"{root} is on a network file system ({kind[8:]}), where locks and syncs cannot be "
-            "relied on; use a local disk, or pass --allow-network if only one machine ever opens it",
+            "relied on; use a local disk, or pass --allow-network if only one machine ever opens "
+            "it",
             path=root,
         )
     if kind.startswith("memory:"):

@@ -84,8 +84,8 @@ def _scan_end(log: Log, applied: Position, *, whole: bool) -> tuple[Scan, Positi
     if last == applied.sequence and log.size_bytes(last) < applied.offset:
         raise LogTruncatedError(
             f"{path}: {log.size_bytes(last)} bytes, but the index has applied record "
-            f"{applied.lsn}, which ends at byte {applied.offset}: the log was cut or replaced by an older copy. "
-            "Put the newer file back, or run `shardb repair`",
+            f"{applied.lsn}, which ends at byte {applied.offset}: the log was cut or replaced by "
+            "an older copy. Put the newer file back, or run `shardb repair`",
             path=path,
         )
     start = applied if last == applied.sequence and not whole else START

@@ -7,10 +7,9 @@ a branch may run in several threads; the log's lock orders everything that chang
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from types import TracebackType
 
 from shardb import format as store_format
@@ -24,7 +23,6 @@ from shardb.errors import (
     ShardbError,
     SnapshotExistsError,
     StorageFailedError,
-    StorageFullError,
 )
 from shardb.filesystem import FileSystem, RealFileSystem
 from shardb.index import Index, put_applied_position
@@ -33,14 +31,14 @@ from shardb.leases import Lease, Leases
 from shardb.locks import Locks
 from shardb.log import SEGMENT_LIMIT_BYTES, Log, NoSpaceInLogError, Position
 from shardb.objects import ObjectFiles, StagedObject
+from shardb.read_view import ReadView
 from shardb.records import Commit, Record, ShardEntry, new_record
 from shardb.recovery import RecoveryReport, catch_up
 from shardb.state import DEFAULT_BRANCH, Retired, Tables
+from shardb.storage_errors import storage_error, storage_errors
 from shardb.transaction import Transaction
 from shardb.views import ShardView
 from shardb.writer import BackgroundWriter
-
-FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Store:
@@ -72,7 +70,7 @@ class Store:
         self.cache = ImageCache(self.buffers, cache_bytes)
         self.writer = BackgroundWriter(threads=writer_threads, max_pending=max_pending_writes)
         try:
-            with _storage_errors(root, "opening the store"):
+            with storage_errors(files, root, "opening the store"):
                 self.index: Index = opening.open_index(self, self.recovery)
         except BaseException:
             self.writer.close()
@@ -163,7 +161,7 @@ class Store:
         if branch in self._transactions:
             raise ConflictError(f"branch {branch!r} has an open transaction in this store already")
         fresh = not self.locks.holds_branch(branch)
-        with _storage_errors(self.root, "beginning a transaction"):
+        with self._errors("beginning a transaction"):
             self.locks.take_branch(branch)
             if fresh:
                 self.objects.reclaim_staged(branch)
@@ -192,7 +190,9 @@ class Store:
 
     def write_object(self, name: str, image: Bytes, branch: str) -> StagedObject:
         """Write a sealed image to a staged file (called in a writer thread)."""
-        with _storage_errors(self.root, f"writing shard {name!r}", needed_bytes=len(image)):
+        with storage_errors(
+            self.files, self.root, f"writing shard {name!r}", needed_bytes=len(image)
+        ):
             return self.objects.write(image, branch)
 
     def sync_objects(self, staged: list[StagedObject]) -> None:
@@ -200,7 +200,7 @@ class Store:
         try:
             self.writer.map(self.objects.sync, staged)
         except OSError as error:
-            raise self.fail(_storage_error(self.root, "syncing objects", error)) from error
+            raise self.fail(self._error("syncing objects", error)) from error
 
     def drop_object(self, staged: StagedObject) -> None:
         """Give back a staged file, whatever state it is in; the next writer finds what is left."""
@@ -212,7 +212,7 @@ class Store:
     def publish_commit(self, commit: Commit, objects: Mapping[str, StagedObject]) -> None:
         """Steps 2 to 6 of a commit; see `shardb.transaction`."""
         payload = commit.to_record()
-        with self.locks.wal(), _storage_errors(self.root, "committing"):
+        with self.locks.wal(), self._errors("committing"):
             end = catch_up(self.log, self.index, self.recovery, whole=False)
             self._check_parent(commit)
             self._place(commit, objects)
@@ -248,7 +248,7 @@ class Store:
             try:
                 self.objects.sync_directory()
             except OSError as error:
-                raise self.fail(_storage_error(self.root, "syncing objects/", error)) from error
+                raise self.fail(self._error("syncing objects/", error)) from error
 
     def create_snapshot(self, name: str, ref: str | None = None) -> Commit:
         """Pin the commit that `ref` names under an immovable name; constant time, reads no object.
@@ -258,7 +258,7 @@ class Store:
         """
         check_name(name, "snapshot")
         self.check_usable()
-        with self.locks.wal(), _storage_errors(self.root, "snapshotting"):
+        with self.locks.wal(), self._errors("snapshotting"):
             end = catch_up(self.log, self.index, self.recovery, whole=False)
             commit = self.index.read(lambda tables: refs.snapshot_target(tables, name, ref))
             existing = self.snapshots().get(name)
@@ -274,12 +274,18 @@ class Store:
     def change(self, make: Callable[[Tables], Record | None]) -> Record | None:
         """Append the record that `make` returns for the newest state; None appends nothing."""
         self.check_usable()
-        with self.locks.wal(), _storage_errors(self.root, "changing the store"):
+        with self.locks.wal(), self._errors("changing the store"):
             end = catch_up(self.log, self.index, self.recovery, whole=False)
             record = self.index.read(make)
             if record is not None:
                 self._append(end, record)
         return record
+
+    def _errors(self, doing: str, needed_bytes: int | None = None) -> AbstractContextManager[None]:
+        return storage_errors(self.files, self.root, doing, needed_bytes)
+
+    def _error(self, doing: str, error: OSError) -> ShardbError:
+        return storage_error(self.files, self.root, doing, error)
 
     # The log
 
@@ -291,7 +297,7 @@ class Store:
         except NoSpaceInLogError:
             raise
         except OSError as error:
-            failure: ShardbError = _storage_error(self.root, "writing the log", error)
+            failure: ShardbError = self._error("writing the log", error)
             if commit_id is not None:
                 failure = CommitUnknownError(
                     f"{self.root}: the storage failed while commit {commit_id} was written to the "
@@ -354,42 +360,6 @@ class Store:
         self.close()
 
 
-class ReadView:
-    """One commit, leased: nothing of it is recycled while the view is open."""
-
-    def __init__(self, store: Store, commit: Commit, lease: Lease) -> None:
-        self._store = store
-        self._lease: Lease | None = lease
-        self.commit = commit
-
-    def names(self) -> list[str]:
-        return list(self.commit.shards)
-
-    def read(self, name: str) -> ShardView:
-        """One shard; NotFoundError when the commit has no such shard."""
-        assert self._lease is not None, "the view is closed"
-        entry = self.commit.shards.get(name)
-        if entry is None:
-            raise NotFoundError(refs.no_such("shard", name, self.commit.shards))
-        return self._store.read_object(name, entry)
-
-    def close(self) -> None:
-        if self._lease is not None:
-            self._store.leases.release(self._lease)
-            self._lease = None
-
-    def __enter__(self) -> ReadView:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
 def open(  # noqa: A001 - the field's word, used as shardb.open
     path: str | os.PathLike[str],
     *,
@@ -425,33 +395,3 @@ def open(  # noqa: A001 - the field's word, used as shardb.open
 def commit_digests(commit: Commit) -> set[str]:
     """The digests of all objects of a commit."""
     return {entry.digest for entry in commit.shards.values()}
-
-
-@contextmanager
-def _storage_errors(path: str, doing: str, needed_bytes: int | None = None) -> Iterator[None]:
-    """Turn what the operating system says into the store's own errors."""
-    try:
-        yield
-    except OSError as error:
-        raise _storage_error(path, doing, error, needed_bytes) from error
-
-
-def _storage_error(
-    path: str, doing: str, error: OSError, needed_bytes: int | None = None
-) -> ShardbError:
-    where = error.filename or path
-    if error.errno in FULL:
-        need = f" {needed_bytes} bytes are needed," if needed_bytes else ""
-        return StorageFullError(
-            f"{where}: no space left while {doing};{need} {_free_text(path)}. The previous commit "
-            "is intact; free some space (`shardb gc` may help) and go on",
-            path=where,
-        )
-    return StorageFailedError(f"{where}: {doing} failed: {error.strerror}", path=where)
-
-
-def _free_text(path: str) -> str:
-    try:
-        return f"{RealFileSystem().space(path).free_bytes} bytes are free"
-    except OSError:
-        return "how much is free is unknown"

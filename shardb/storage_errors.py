@@ -1,0 +1,48 @@
+"""Turning what the operating system says into the store's own errors.
+
+Owns the choice between "full", which changes nothing and can be tried again, and "failed".
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shardb.errors import ShardbError, StorageFailedError, StorageFullError
+from shardb.filesystem import FileSystem
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextmanager
+def storage_errors(
+    files: FileSystem, path: str, doing: str, needed_bytes: int | None = None
+) -> Iterator[None]:
+    """Turn what the operating system says into the store's own errors."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(files, path, doing, error, needed_bytes) from error
+
+
+def storage_error(
+    files: FileSystem, path: str, doing: str, error: OSError, needed_bytes: int | None = None
+) -> ShardbError:
+    """The store's own error for what the operating system said."""
+    where = error.filename or path
+    if error.errno in FULL:
+        need = f" {needed_bytes} bytes are needed," if needed_bytes else ""
+        return StorageFullError(
+            f"{where}: no space left while {doing};{need} {_free_text(files, path)}. The previous "
+            "commit is intact; free some space (`shardb gc` may help) and go on",
+            path=where,
+        )
+    return StorageFailedError(f"{where}: {doing} failed: {error.strerror}", path=where)
+
+
+def _free_text(files: FileSystem, path: str) -> str:
+    try:
+        return f"{files.space(path).free_bytes} bytes are free"
+    except OSError:
+        return "how much is free is unknown"
