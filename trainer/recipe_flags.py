@@ -15,7 +15,7 @@ class Scope(StrEnum):
     """What a flag may change, and when."""
 
     COMMAND = "This command"
-    MODEL = "Model (fixed when the run begins; without --preset the first six are needed)"
+    MODEL = "Model (fixed when the run begins; without --preset the sizes are needed)"
     FIXED = "Fixed when the run begins"
     TRAINING = "Training (a change on resume is applied, printed and recorded)"
     SETTING = "Running (never changes a bit of the result)"
@@ -78,13 +78,13 @@ _MODEL = _flags(
 _FIXED = _flags(
     Scope.FIXED,
     ("preset", str, "A named model; the flags below change its fields."),
-    ("seed", int, "Decides the initial weights and the order of the data. [default: 0]"),
+    ("seed", int, "Decides the initial weights and the order of the data. Default: 0."),
     ("seq_len", int, "Tokens a row; checked against the data, which decides it."),
 )
 _TRAINING = _flags(
     Scope.TRAINING,
-    ("device", str, "cpu, cuda or auto. [default: auto]"),
-    ("threads", int, "Threads of the CPU; stored, because sums depend on it. [default: all cores]"),
+    ("device", str, "cpu, cuda or auto. Default: auto."),
+    ("threads", int, "Threads of the CPU; stored, because sums depend on it. Default: all cores."),
     ("dtype", str, "Compute in fp32 or bf16."),
     ("master_weight_dtype", str, "Stored weights: fp32."),
     ("micro_batch_size", int, "Rows that pass the model at once."),

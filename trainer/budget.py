@@ -1,0 +1,195 @@
+"""What a run will need, before anything is allocated: store, memory, and bytes written a step.
+
+Owns the arithmetic and the comparison with the machine. Sizes of shards are exact, memory is an
+estimate on the high side. Knows nothing of a run's progress. Each budget is checked by itself and
+the message names it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardb.errors import StorageFullError
+from shardb.layout import build
+from trainer.errors import InputError
+from trainer.model.config import ModelConfig
+from trainer.model.stages import build_stages, parameter_count
+from trainer.options import EngineOptions
+from trainer.recipe import Recipe, Settings
+
+# Two retained commits and the one in work.
+COPIES = 3
+# Log, index pages and the reserve of a store, whatever the model's size.
+STORE_OVERHEAD_BYTES = 32 << 20
+# Python, torch and their libraries, measured at the first step of a tiny model.
+RUNTIME_BYTES = 400 << 20
+# The store keeps up to so many bytes of what it wrote last in memory.
+CACHE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """Bytes of everything: exact for the store, estimated for memory."""
+
+    parameter_count: int
+    shards: Mapping[str, int]
+    snapshots: int
+    memory: Mapping[str, int]
+
+    @property
+    def commit_bytes(self) -> int:
+        """All shards of one step: also what one step writes."""
+        return sum(self.shards.values())
+
+    @property
+    def store_bytes(self) -> int:
+        """The most that the store holds at a time."""
+        return (COPIES + self.snapshots) * self.commit_bytes + STORE_OVERHEAD_BYTES
+
+    @property
+    def memory_bytes(self) -> int:
+        """The most memory that training needs at a time, estimated."""
+        return sum(self.memory.values())
+
+
+def budget_of(recipe: Recipe, settings: Settings) -> Budget:
+    """Work out the budgets of a run."""
+    every, stop = settings.snapshot_every, settings.max_steps
+    return Budget(
+        parameter_count=parameter_count(recipe.model),
+        shards=shard_bytes(recipe.model),
+        snapshots=stop // every if every and stop else 0,
+        memory=_memory(recipe, settings),
+    )
+
+
+def shard_bytes(model: ModelConfig) -> dict[str, int]:
+    """Give the exact size of every trained shard's object, in forward order."""
+    optimizer = EngineOptions().optimizer()
+    sizes = {}
+    for stage in build_stages(model):
+        sizes[f"params/{stage.name}"] = build(stage.specs).size_bytes
+        sizes[f"optim/{stage.name}"] = build(optimizer.state_specs(stage.specs)).size_bytes
+    return sizes
+
+
+def check_space(budget: Budget, store: Path) -> None:
+    """Refuse a run that does not fit the store's file system; StorageFullError names both sizes."""
+    folder = _existing_parent(store)
+    status = os.statvfs(folder)
+    free_bytes = status.f_bavail * status.f_frsize
+    held_bytes = _held_bytes(store)
+    if free_bytes + held_bytes < budget.store_bytes:
+        pinned = f" and {budget.snapshots:,} snapshots" if budget.snapshots else ""
+        raise StorageFullError(
+            f"{store}: the store needs {in_bytes(budget.store_bytes)} ({COPIES} copies of"
+            f" {in_bytes(budget.commit_bytes)}{pinned}), but {in_bytes(free_bytes)} are free on"
+            f" {folder}"
+            + (f" beside the {in_bytes(held_bytes)} it has" if held_bytes else "")
+            + ": free some, take another --store, or a smaller model",
+            path=str(store),
+        )
+
+
+def check_memory(budget: Budget) -> str | None:
+    """Refuse a run that needs more memory than the machine has; warn when it is only in use."""
+    total_bytes, available_bytes = machine_memory()
+    largest = max(budget.memory, key=lambda part: budget.memory[part])
+    says = (
+        f"training needs about {in_bytes(budget.memory_bytes)} of memory, most of it for"
+        f" {largest} ({in_bytes(budget.memory[largest])})"
+    )
+    if budget.memory_bytes > total_bytes:
+        raise InputError(
+            f"{says}; this machine has {in_bytes(total_bytes)}: lower --micro-batch-size,"
+            " --gradient-accumulation-steps or --lm-head-chunk-tokens, or take a smaller model"
+        )
+    if budget.memory_bytes > available_bytes:
+        return f"{says}; only {in_bytes(available_bytes)} are free now"
+    return None
+
+
+def machine_memory() -> tuple[int, int]:
+    """Give total and available bytes of memory, within the limit of the control group."""
+    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    available_bytes = _available_bytes(total_bytes)
+    limit_bytes = _number_in(Path("/sys/fs/cgroup/memory.max"))
+    if limit_bytes is not None and limit_bytes < total_bytes:
+        total_bytes = limit_bytes
+        available_bytes = min(available_bytes, limit_bytes)
+    return total_bytes, available_bytes
+
+
+def in_bytes(count: int) -> str:
+    """Give a size for people: `1.50 GB`, in powers of ten as disks are sold."""
+    size = float(count)
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.2f} {unit}"
+        size /= 1000
+    return f"{size:.2f} TB"
+
+
+def _memory(recipe: Recipe, settings: Settings) -> dict[str, int]:
+    """Estimate the parts; each is what a step holds at its fullest moment, or a little more."""
+    model, sizes = recipe.model, shard_bytes(recipe.model)
+    commit_bytes = sum(sizes.values())
+    item = 4 if recipe.dtype == "fp32" else 2
+    tokens = recipe.micro_batch_size * recipe.seq_len
+    stages = [name.removeprefix("params/") for name in sizes if name.startswith("params/")]
+    largest = max(sizes[f"params/{name}"] + sizes[f"optim/{name}"] for name in stages)
+    params = [sizes[f"params/{name}"] for name in stages]
+    buffers = 2 if settings.prefetch_shards == "off" else 3
+    inside_block = 10 * model.hidden_size + 6 * model.intermediate_size
+    scores = 2 * recipe.micro_batch_size * model.num_heads * recipe.seq_len**2
+    chunk = min(recipe.lm_head_chunk_tokens, tokens)
+    return {
+        "the runtime": RUNTIME_BYTES,
+        "one stage's shards, old and new": buffers * largest,
+        "the next commit's shards": commit_bytes,
+        "the last commit's shards": min(commit_bytes, CACHE_BYTES),
+        "gradients": sum(params) if recipe.grad_clip_mode == "global" else max(params),
+        "boundary activations": (model.num_layers + 3)
+        * recipe.rows_per_step
+        * recipe.seq_len
+        * model.hidden_size
+        * item,
+        "one block's activations": item * (2 * tokens * inside_block + scores),
+        "one chunk's logits": 3 * 4 * chunk * model.vocab_size,
+    }
+
+
+def _existing_parent(path: Path) -> Path:
+    folder = path.absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    return folder
+
+
+def _held_bytes(store: Path) -> int:
+    """Bytes of objects and spare files, which a resumed run reuses."""
+    return sum(
+        entry.stat().st_size
+        for folder in (store / "objects", store / "spare")
+        if folder.is_dir()
+        for entry in os.scandir(folder)
+    )
+
+
+def _available_bytes(total_bytes: int) -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return total_bytes
+    values = dict(line.split(":", 1) for line in lines)
+    return int(values["MemAvailable"].split()[0]) * 1024
+
+
+def _number_in(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None

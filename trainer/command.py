@@ -1,0 +1,62 @@
+"""What every command of the trainer shares: how an error becomes a message and an exit code.
+
+Owns the one place where errors end. Knows nothing of what commands do. Invariant: a user's error is
+one line on standard error, never a traceback; a mistake of ours is a traceback, never hidden.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from typing import Any
+
+import typer
+
+from shardb.errors import EXIT_CODES, ShardbError
+
+_OS_EXIT_CODES = {errno.ENOSPC: 6, errno.EDQUOT: 6, errno.EIO: 7}
+
+
+def new_app(command: Any, help_text: str) -> typer.Typer:
+    """Make the command line of one command; its help ends with the table of exit codes."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(help=f"{help_text}\n{exit_code_table()}")(command)
+    return app
+
+
+def answer(app: typer.Typer, arguments: list[str], name: str) -> int:
+    """Parse and do; give the exit code."""
+    try:
+        code = app(args=arguments, prog_name=name, standalone_mode=False)
+    except typer.Exit as ended:
+        code = ended.exit_code
+    except ShardbError as error:
+        return fail(str(error), error.exit_code)
+    except OSError as error:
+        return fail(_os_error_text(error), _OS_EXIT_CODES.get(error.errno or 0, 2))
+    except MemoryError:
+        return fail("out of memory: `train --dry-run` says what needs most of it", 2)
+    except Exception as error:
+        # Usage errors of the command-line library know the flag and the nearest name. They are
+        # recognised by their method, because their class lives elsewhere from version to version.
+        if not hasattr(error, "format_message"):
+            raise
+        return fail(f"{error.format_message()} (see `{name} --help`)", 2)
+    return int(code or 0)
+
+
+def fail(message: str, code: int) -> int:
+    """Print an error and give its exit code."""
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+def exit_code_table() -> str:
+    """Give the table of exit codes as help text."""
+    rows = "\n".join(f"  {code:>3}  {meaning}" for code, meaning in EXIT_CODES.items())
+    return f"\b\nExit codes:\n{rows}"
+
+
+def _os_error_text(error: OSError) -> str:
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{error.strerror or error}"

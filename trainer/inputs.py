@@ -1,0 +1,121 @@
+"""The data of a run, opened and checked before anything of the run exists.
+
+Owns which checks are made of training and validation rows and of the tokenizer that was prepared
+with them. Knows nothing of stores. Invariant: validation data is only ever what was given as such.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from trainer.data.manifest import TOKENIZER_NAME, file_digest, find_manifest
+from trainer.data.rows import TokenRows, vocabulary_warning
+from trainer.errors import InputError
+
+# Up to this size every byte of a set is read at the start: about a second. Of larger sets the
+# manifest is believed, and each row is still checked when it is read.
+READ_ALL_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Opened data: `tokenizer` holds the bytes of a tokenizer.json, if one was prepared."""
+
+    rows: TokenRows
+    validation_rows: TokenRows | None
+    data_digest: str
+    tokenizer: bytes | None
+    notes: tuple[str, ...]
+
+
+def end_of_text_id(data_dir: str) -> int | None:
+    """Give the id that ends a document in prepared data, if a manifest tells it."""
+    described = find_manifest(Path(data_dir).absolute())
+    return described[0].end_of_text_id if described else None
+
+
+def open_inputs(
+    data_dir: str, val_data_dir: str | None, *, vocab_size: int, seq_len: int | None
+) -> Inputs:
+    """Open and check everything that training will read; InputError names the file and the fix.
+
+    `seq_len` is the length the rows must have, None to take what they have.
+    """
+    rows = TokenRows.open(data_dir, vocab_size)
+    if seq_len is not None and rows.seq_len != seq_len:
+        raise InputError(
+            f"{data_dir}: its rows hold {rows.seq_len} tokens, but --seq-len is {seq_len}: leave"
+            " the flag out, or prepare rows of that length"
+        )
+    _check_contents(rows)
+    notes = [] if not _is_small(rows) and not rows.is_described() else [_vocabulary_note(rows)]
+    validation_rows = None
+    if val_data_dir is None:
+        notes.append("no --val-data-dir: this run is not validated")
+    else:
+        validation_rows = TokenRows.open(val_data_dir, vocab_size)
+        _check_validation(rows, validation_rows, notes)
+    return Inputs(
+        rows=rows,
+        validation_rows=validation_rows,
+        data_digest=rows.digest(),
+        tokenizer=_tokenizer(rows, data_dir),
+        notes=tuple(note for note in notes if note),
+    )
+
+
+def _check_validation(rows: TokenRows, validation_rows: TokenRows, notes: list[str]) -> None:
+    if validation_rows.seq_len != rows.seq_len:
+        raise InputError(
+            f"{validation_rows.directory}: rows of {validation_rows.seq_len} tokens, but the"
+            f" training rows hold {rows.seq_len}: prepare both together"
+        )
+    _check_contents(validation_rows)
+    if _is_small(validation_rows):
+        validation_rows.largest_id()
+    if validation_rows.directory.resolve() == rows.directory.resolve():
+        notes.append(
+            "warning: --val-data-dir is the training data: its loss says nothing of unseen text"
+        )
+
+
+def _check_contents(rows: TokenRows) -> None:
+    """Refuse files that are not what their manifest says, where reading them all is quick."""
+    if rows.split is None or not rows.is_described() or not _is_small(rows):
+        return
+    digests = {entry.name: entry.xxh3_128 for entry in rows.split.files}
+    for file in rows.files:
+        if file_digest(file.path) != digests[file.path.name]:
+            raise InputError(
+                f"{file.path}: its content is not what the manifest tells: restore the file, or"
+                " prepare the data again"
+            )
+
+
+def _vocabulary_note(rows: TokenRows) -> str:
+    """Say when most of the vocabulary can never be learned; refuse ids beyond it."""
+    assert rows.vocab_size is not None, "the rows were opened for a model"
+    rows.largest_id()
+    warning = vocabulary_warning(rows, rows.vocab_size)
+    return f"warning: {warning}" if warning else ""
+
+
+def _is_small(rows: TokenRows) -> bool:
+    return sum(file.file_bytes for file in rows.files) <= READ_ALL_BYTES
+
+
+def _tokenizer(rows: TokenRows, data_dir: str) -> bytes | None:
+    """Read the tokenizer beside the training folder; refuse one that is not the manifest's."""
+    path = Path(data_dir).absolute().parent / TOKENIZER_NAME
+    if not path.is_file():
+        return None
+    data = path.read_bytes()
+    if rows.manifest and xxhash.xxh3_128_hexdigest(data) != rows.manifest.tokenizer_xxh3_128:
+        raise InputError(
+            f"{path}: this is not the tokenizer that the data was prepared with: restore it, or"
+            " prepare the data again"
+        )
+    return data

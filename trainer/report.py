@@ -1,0 +1,73 @@
+"""What `train --dry-run` prints: the model, every shard, the budgets.
+
+Owns the wording and the JSON. Knows nothing of how the numbers came about.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainer.budget import COPIES, Budget, in_bytes
+from trainer.model.config import ModelConfig
+from trainer.recipe import Recipe, Settings
+
+
+def report_json(recipe: Recipe, settings: Settings, budget: Budget) -> dict[str, Any]:
+    """Give the report as a plain dictionary."""
+    return {
+        "model": recipe.model.to_json(),
+        "parameter_count": budget.parameter_count,
+        "shards": dict(budget.shards),
+        "seq_len": recipe.seq_len,
+        "rows_per_step": recipe.rows_per_step,
+        "tokens_per_step": recipe.rows_per_step * recipe.seq_len,
+        "max_steps": settings.max_steps,
+        "recipe_digest": recipe.digest,
+        "data_digest": recipe.data_digest,
+        "budget": {
+            "store_bytes": budget.store_bytes,
+            "bytes_written_per_step": budget.commit_bytes,
+            "bytes_written": _written(budget, settings),
+            "memory_bytes_estimate": budget.memory_bytes,
+            "memory": dict(budget.memory),
+        },
+    }
+
+
+def report_text(recipe: Recipe, settings: Settings, budget: Budget) -> str:
+    """Give the report for people."""
+    width = max(len(name) for name in budget.shards)
+    snapshots = f", {budget.snapshots:,} snapshots" if budget.snapshots else ""
+    written = _written(budget, settings)
+    in_all = "" if written is None else f", {in_bytes(written)} in {settings.max_steps:,} steps"
+    lines = [
+        f"model       {settings.preset or 'from flags'}: {_model_text(recipe.model)}",
+        f"parameters  {budget.parameter_count:,}",
+        f"a step      {_step_text(recipe)}",
+        f"shards      {len(budget.shards)}, {in_bytes(budget.commit_bytes)} together",
+        *(f"  {name:<{width}}  {size:>15,} bytes" for name, size in budget.shards.items()),
+        f"store       {in_bytes(budget.store_bytes)} at most: {COPIES} copies{snapshots}",
+        f"written     {in_bytes(budget.commit_bytes)} a step{in_all}",
+        f"memory      about {in_bytes(budget.memory_bytes)}",
+        *(f"  {part:<32}  {in_bytes(size):>12}" for part, size in budget.memory.items()),
+    ]
+    return "\n".join(lines)
+
+
+def _model_text(model: ModelConfig) -> str:
+    return (
+        f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_heads} heads"
+        f" ({model.num_kv_heads} for keys and values), inner {model.intermediate_size},"
+        f" vocabulary {model.vocab_size:,}, head {'tied' if model.tied_embeddings else 'untied'}"
+    )
+
+
+def _step_text(recipe: Recipe) -> str:
+    return (
+        f"{recipe.micro_batch_size} rows × {recipe.gradient_accumulation_steps} micro-batches"
+        f" × {recipe.seq_len} tokens = {recipe.rows_per_step * recipe.seq_len:,} tokens"
+    )
+
+
+def _written(budget: Budget, settings: Settings) -> int | None:
+    return None if settings.max_steps is None else budget.commit_bytes * settings.max_steps
