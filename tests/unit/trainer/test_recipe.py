@@ -47,7 +47,7 @@ def test_every_field_of_recipe_and_settings_has_a_flag_or_comes_from_the_data() 
 def test_flags_are_named_once_and_explained() -> None:
     names = [name for flag in FLAGS for name in flag.names]
     assert len(names) == len(set(names))
-    assert all(flag.help.endswith((".", "]")) for flag in FLAGS)
+    assert all(flag.help.endswith(".") for flag in FLAGS)
 
 
 def test_a_recipe_reads_back_as_it_was_written() -> None:
