@@ -6,8 +6,9 @@ mean. Callers hold the log's lock around everything that writes.
 Invariants:
 - Segment n+1 begins with a checkpoint record, so that reading can start at any segment.
 - A segment appears under its name only whole (written beside, synced, renamed, directory synced).
-- Every append is synced before the next one starts, except records that change nothing (begin,
-  abort), which the next append carries along.
+- Every append is one record, synced before the next one starts. So only the last record of the log
+  can be unfinished: sectors reach the disk in any order, and a whole record behind a half one would
+  otherwise not prove damage.
 """
 
 from __future__ import annotations
@@ -132,24 +133,18 @@ class Log:
             )
         return TornTail(path=path, offset=start + offset, length=len(data) - offset)
 
-    def append(self, position: Position, payloads: list[bytes], *, sync: bool) -> Position:
-        """Append frames at `position`, which must be the end of the last segment.
+    def append(self, position: Position, payload: bytes) -> Position:
+        """Append one frame at `position`, which must be the end of the last segment, and sync it.
 
         After an error of the write the segment is cut back to `position`; where even that fails,
         or the sync does, the caller must treat the store as failed.
         """
-        parts: list[bytes] = []
-        lsn, digest = position.lsn, position.digest
-        for payload in payloads:
-            lsn += 1
-            frame, digest = frames.encode(lsn=lsn, previous=digest, payload=payload)
-            parts.append(frame)
-        data = b"".join(parts)
+        lsn = position.lsn + 1
+        frame, digest = frames.encode(lsn=lsn, previous=position.digest, payload=payload)
         with opened(self._files, self.path(position.sequence), WRITE) as file:
-            self._write_or_cut(file, data, position.offset)
-            if sync:
-                self._files.fdatasync(file)
-        end = position.offset + len(data)
+            self._write_or_cut(file, frame, position.offset)
+            self._files.fdatasync(file)
+        end = position.offset + len(frame)
         return Position(sequence=position.sequence, offset=end, lsn=lsn, digest=digest)
 
     def _write_or_cut(self, file: int, data: bytes, offset: int) -> None:

@@ -189,7 +189,7 @@ _APPLY = {
     "policy": _apply_policy,
     "checkpoint": _apply_checkpoint,
 }
-# Records that change no table: they may be in the log unsynced, and need not be applied.
+# Records that change no table: the index need not apply them.
 WITHOUT_EFFECT = frozenset(("begin", "abort", "note"))
 
 

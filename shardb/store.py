@@ -8,34 +8,31 @@ a branch may run in several threads; the log's lock orders everything that chang
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from types import TracebackType
 
 from shardb import format as store_format
-from shardb import opening, records, refs, state
+from shardb import opening, records, refs
+from shardb.appending import Appender
 from shardb.buffers import BufferPool, Bytes
 from shardb.cache import ImageCache
 from shardb.errors import (
-    CommitUnknownError,
     ConflictError,
     NotFoundError,
-    ShardbError,
     SnapshotExistsError,
-    StorageFailedError,
 )
 from shardb.filesystem import FileSystem, RealFileSystem
-from shardb.index import Index, put_applied_position
+from shardb.index import Index
 from shardb.layout import check_name
 from shardb.leases import Lease, Leases
 from shardb.locks import Locks
-from shardb.log import SEGMENT_LIMIT_BYTES, Log, NoSpaceInLogError, Position
+from shardb.log import Log
 from shardb.objects import ObjectFiles, StagedObject
 from shardb.read_view import ReadView
 from shardb.records import Commit, Record, ShardEntry, new_record
-from shardb.recovery import RecoveryReport, catch_up
-from shardb.state import DEFAULT_BRANCH, Retired, Tables
-from shardb.storage_errors import storage_error, storage_errors
+from shardb.recovery import RecoveryReport
+from shardb.state import DEFAULT_BRANCH, Tables
+from shardb.storage_errors import storage_errors
 from shardb.transaction import Transaction
 from shardb.views import ShardView
 from shardb.writer import BackgroundWriter
@@ -60,7 +57,6 @@ class Store:
         self.recovery = RecoveryReport()
         self.format = store_format.read_format(files, root)
         opening.check_medium(files, root, self.recovery, allow_network=allow_network)
-        self._failed: ShardbError | None = None
         self._transactions: dict[str, Transaction] = {}
         self.log = Log(files, f"{root}/wal")
         self.locks = Locks(files, root)
@@ -68,6 +64,7 @@ class Store:
         self.objects = ObjectFiles(files, root, verify=verify)
         self.buffers = BufferPool(cache_bytes)
         self.cache = ImageCache(self.buffers, cache_bytes)
+        self.appender = Appender(self)
         self.writer = BackgroundWriter(threads=writer_threads, max_pending=max_pending_writes)
         try:
             with storage_errors(files, root, "opening the store"):
@@ -156,43 +153,31 @@ class Store:
 
         Raises BranchLockedError when another process, or another open store, writes to it.
         """
-        self.check_usable()
+        self.appender.check_usable()
         check_name(branch, "branch")
         if branch in self._transactions:
             raise ConflictError(f"branch {branch!r} has an open transaction in this store already")
         fresh = not self.locks.holds_branch(branch)
-        with self._errors("beginning a transaction"):
+        with self.appender.errors("beginning a transaction"):
             self.locks.take_branch(branch)
             if fresh:
                 self.objects.reclaim_staged(branch)
-            with self.locks.wal():
-                end = catch_up(self.log, self.index, self.recovery, whole=False)
+            with self.appender.exclusive("beginning a transaction") as end:
                 base = self.branches().get(branch)
                 transaction = Transaction(self, branch, base)
                 begin = new_record(
                     "begin", branch=branch, transaction=transaction.id, base=base and base.id
                 )
-                self.log.append(end, [records.pack(begin)], sync=False)
+                self._append_durably(end, begin)
         self._transactions[branch] = transaction
         return transaction
 
     def transaction_closed(self, transaction: Transaction) -> None:
         self._transactions.pop(transaction.branch, None)
 
-    def check_usable(self) -> None:
-        """Raise the failure that poisoned this store, if there was one."""
-        if self._failed is not None:
-            raise StorageFailedError(
-                f"{self.root}: the storage failed earlier ({self._failed}); close the store and "
-                "open it again before writing",
-                path=self.root,
-            )
-
     def write_object(self, name: str, image: Bytes, branch: str) -> StagedObject:
         """Write a sealed image to a staged file (called in a writer thread)."""
-        with storage_errors(
-            self.files, self.root, f"writing shard {name!r}", needed_bytes=len(image)
-        ):
+        with self.appender.errors(f"writing shard {name!r}", needed_bytes=len(image)):
             return self.objects.write(image, branch)
 
     def sync_objects(self, staged: list[StagedObject]) -> None:
@@ -200,7 +185,7 @@ class Store:
         try:
             self.writer.map(self.objects.sync, staged)
         except OSError as error:
-            raise self.fail(self._error("syncing objects", error)) from error
+            raise self.appender.fail(self.appender.error("syncing objects", error)) from error
 
     def drop_object(self, staged: StagedObject) -> None:
         """Give back a staged file, whatever state it is in; the next writer finds what is left."""
@@ -209,47 +194,6 @@ class Store:
         except OSError:
             return
 
-    def publish_commit(self, commit: Commit, objects: Mapping[str, StagedObject]) -> None:
-        """Steps 2 to 6 of a commit; see `shardb.transaction`."""
-        payload = commit.to_record()
-        with self.locks.wal(), self._errors("committing"):
-            end = catch_up(self.log, self.index, self.recovery, whole=False)
-            self._check_parent(commit)
-            self._place(commit, objects)
-            self._append(end, payload, commit_id=commit.id)
-
-    def _check_parent(self, commit: Commit) -> None:
-        head = self.branches().get(commit.branch)
-        if (head.id if head else None) != commit.parent:
-            raise ConflictError(
-                f"branch {commit.branch!r} has moved to {head.id if head else 'nothing'} since "
-                "this transaction began; begin again"
-            )
-
-    def _place(self, commit: Commit, objects: Mapping[str, StagedObject]) -> None:
-        """Name the staged files by content; what the store has already is not stored twice.
-
-        Only the index says what the store has: a file of the right name that no live commit
-        references is a leftover of unknown content, and is replaced.
-        """
-        known = self.index.read(
-            lambda tables: {d for d in commit_digests(commit) if tables.get("objects", d)}
-        )
-        placed = set(known)
-        for staged in objects.values():
-            if staged.digest in placed:
-                self.objects.drop(staged)
-            else:
-                self.objects.place(staged)
-                placed.add(staged.digest)
-        missing = commit_digests(commit) - placed
-        assert not missing, f"objects {missing} are neither staged nor live"
-        if placed != known:
-            try:
-                self.objects.sync_directory()
-            except OSError as error:
-                raise self.fail(self._error("syncing objects/", error)) from error
-
     def create_snapshot(self, name: str, ref: str | None = None) -> Commit:
         """Pin the commit that `ref` names under an immovable name; constant time, reads no object.
 
@@ -257,9 +201,8 @@ class Store:
         is fine; SnapshotExistsError for another one. NotFoundError when there is no such commit.
         """
         check_name(name, "snapshot")
-        self.check_usable()
-        with self.locks.wal(), self._errors("snapshotting"):
-            end = catch_up(self.log, self.index, self.recovery, whole=False)
+        self.appender.check_usable()
+        with self.appender.exclusive("snapshotting") as end:
             commit = self.index.read(lambda tables: refs.snapshot_target(tables, name, ref))
             existing = self.snapshots().get(name)
             if existing is not None and existing.id != commit.id:
@@ -268,77 +211,8 @@ class Store:
                     f"{existing.id}); choose another name"
                 )
             if existing is None:
-                self._append(end, new_record("snapshot", name=name, commit=commit.id))
+                self.appender.append(end, new_record("snapshot", name=name, commit=commit.id))
         return commit
-
-    def change(self, make: Callable[[Tables], Record | None]) -> Record | None:
-        """Append the record that `make` returns for the newest state; None appends nothing."""
-        self.check_usable()
-        with self.locks.wal(), self._errors("changing the store"):
-            end = catch_up(self.log, self.index, self.recovery, whole=False)
-            record = self.index.read(make)
-            if record is not None:
-                self._append(end, record)
-        return record
-
-    def _errors(self, doing: str, needed_bytes: int | None = None) -> AbstractContextManager[None]:
-        return storage_errors(self.files, self.root, doing, needed_bytes)
-
-    def _error(self, doing: str, error: OSError) -> ShardbError:
-        return storage_error(self.files, self.root, doing, error)
-
-    # The log
-
-    def _append(self, end: Position, record: Record, *, commit_id: str | None = None) -> None:
-        """Append one record durably, apply it, retire what it lets go. The lock is held."""
-        end = self._rotate(end)
-        try:
-            end = self.log.append(end, [records.pack(record)], sync=True)
-        except NoSpaceInLogError:
-            raise
-        except OSError as error:
-            failure: ShardbError = self._error("writing the log", error)
-            if commit_id is not None:
-                failure = CommitUnknownError(
-                    f"{self.root}: the storage failed while commit {commit_id} was written to the "
-                    f"log ({error}); reopen the store: `shardb recover` says whether it landed",
-                    commit_id=commit_id,
-                    path=self.root,
-                )
-            raise self.fail(failure) from error
-        self._apply(record, end)
-
-    def _apply(self, record: Record, end: Position) -> None:
-        """After the commit point nothing may fail any more: a broken index is caught up later."""
-
-        def body(tables: Tables) -> list[Retired]:
-            state.apply(tables, record)
-            put_applied_position(tables, end)
-            return state.sweep(tables, self.leases.leased_commits())
-
-        try:
-            retired = self.index.write(body)
-            self.objects.retire(retired)
-        except (ShardbError, OSError) as error:
-            self.recovery.warnings.append(
-                {"what": "index", "path": self.index.path, "why": f"caught up later: {error}"}
-            )
-            return
-        for item in retired:
-            self.cache.drop(item.digest)
-
-    def _rotate(self, end: Position) -> Position:
-        """Begin a new segment, with a checkpoint, when this one has grown."""
-        if end.offset < SEGMENT_LIMIT_BYTES:
-            return end
-        full = self.index.read(state.full_state)
-        return self.log.create_segment(end, records.pack(new_record("checkpoint", state=full)))
-
-    def fail(self, failure: ShardbError) -> ShardbError:
-        """Poison the store: a sync that failed once must not be retried on the same pages."""
-        if self._failed is None:
-            self._failed = failure
-        return failure
 
     def close(self) -> None:
         """Abort open transactions, give up locks and leases."""
@@ -390,8 +264,3 @@ def open(  # noqa: A001 - the field's word, used as shardb.open
         max_pending_writes=max_pending_writes,
         allow_network=allow_network,
     )
-
-
-def commit_digests(commit: Commit) -> set[str]:
-    """The digests of all objects of a commit."""
-    return {entry.digest for entry in commit.shards.values()}
