@@ -42,7 +42,6 @@ class StagedObject:
     digest: str
     bytes: int
     path: str
-    file: int | None  # None once it was synced early, to bound the number of open files
 
 
 class ObjectFiles:
@@ -58,7 +57,7 @@ class ObjectFiles:
         self._lock = threading.Lock()
         self._direct = DIRECT != 0
         self._free: dict[int, list[str]] | None = None
-        self._open_files = 0
+        self._open_files: dict[str, int] = {}  # staged path to descriptor, until placed or dropped
 
     def path(self, digest: str) -> str:
         return f"{self.directory}/{digest}{OBJECT_SUFFIX}"
@@ -122,24 +121,25 @@ class ObjectFiles:
         except BaseException:
             self._files.close(file)
             raise
-        return StagedObject(digest=digest, bytes=size, path=path, file=self._keep_open(file))
+        self._keep_open(path, file)
+        return StagedObject(digest=digest, bytes=size, path=path)
 
-    def _keep_open(self, file: int) -> int | None:
+    def _keep_open(self, path: str, file: int) -> None:
+        """Keep a written file open for the batched sync; beyond a limit sync it now."""
         with self._lock:
-            if self._open_files < OPEN_FILES_LIMIT:
-                self._open_files += 1
-                return file
+            if len(self._open_files) < OPEN_FILES_LIMIT:
+                self._open_files[path] = file
+                return
         try:
             self._files.fdatasync(file)
         finally:
             self._files.close(file)
-        return None
 
     def _close(self, staged: StagedObject) -> None:
-        if staged.file is not None:
-            with self._lock:
-                self._open_files -= 1
-            self._files.close(staged.file)
+        with self._lock:
+            file = self._open_files.pop(staged.path, None)
+        if file is not None:
+            self._files.close(file)
 
     def _write_image(self, file: int, path: str, image: Bytes) -> str:
         data = image.data
@@ -197,8 +197,9 @@ class ObjectFiles:
 
     def sync(self, staged: StagedObject) -> None:
         """Make a staged file's bytes durable."""
-        if staged.file is not None:
-            self._files.fdatasync(staged.file)
+        file = self._open_files.get(staged.path)
+        if file is not None:
+            self._files.fdatasync(file)
 
     def place(self, staged: StagedObject) -> None:
         """Give a synced staged file its content name, replacing a leftover of that name."""

@@ -168,7 +168,7 @@ class Store:
                 begin = new_record(
                     "begin", branch=branch, transaction=transaction.id, base=base and base.id
                 )
-                self._append_durably(end, begin)
+                self.appender.append_durably(end, begin)
         self._transactions[branch] = transaction
         return transaction
 

@@ -25,6 +25,7 @@ from shardb.buffers import PooledBuffer
 from shardb.errors import IncompleteCommitError, NotFoundError, UsageError
 from shardb.layout import TensorSpec
 from shardb.objects import StagedObject
+from shardb.publishing import publish_commit
 from shardb.records import Commit, ShardEntry, new_id
 from shardb.views import Array, ShardView, StagedShard, TensorImage, specs_of
 
@@ -89,7 +90,7 @@ class Transaction:
         what was not. Raises UsageError for a bad name or specification, or when it is staged.
         """
         self._check_open()
-        self._store.check_usable()
+        self._store.appender.check_usable()
         layout.check_name(name, "shard")
         if name in self._staged:
             raise UsageError(f"shard {name!r} is staged already; discard() it to stage it again")
@@ -136,14 +137,14 @@ class Transaction:
         it failed while the commit record was being written.
         """
         self._check_open()
-        self._store.check_usable()
+        self._store.appender.check_usable()
         self._check_complete(step)
         for staged in self._staged.values():
             staged.image.seal()
         try:
             objects = self._wait_and_sync()
             commit = self._new_commit(objects, step, state, metrics, statistics, recipe_digest)
-            self._store.publish_commit(commit, objects)
+            publish_commit(self._store, commit, objects)
         except BaseException:
             self.abort()
             raise

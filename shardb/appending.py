@@ -1,0 +1,126 @@
+"""Appending to the log: the one place where a record becomes the truth.
+
+Owns the order lock, catch up, append, sync (the commit point), apply, retire; the rotation of
+segments; and the poison after a failed sync. Knows nothing of what a record means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING
+
+from shardb import records, state
+from shardb.errors import CommitUnknownError, ShardbError, StorageFailedError
+from shardb.index import put_applied_position
+from shardb.log import SEGMENT_LIMIT_BYTES, NoSpaceInLogError, Position
+from shardb.records import Record, new_record
+from shardb.recovery import catch_up
+from shardb.state import Retired, Tables
+from shardb.storage_errors import storage_error, storage_errors
+
+if TYPE_CHECKING:
+    from shardb.store import Store
+
+
+class Appender:
+    """Appends records to the log of one open store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._failed: ShardbError | None = None
+
+    def check_usable(self) -> None:
+        """Raise the failure that poisoned this store, if there was one."""
+        if self._failed is not None:
+            raise StorageFailedError(
+                f"{self._store.root}: the storage failed earlier ({self._failed}); close the store "
+                "and open it again before writing",
+                path=self._store.root,
+            )
+
+    @contextmanager
+    def exclusive(self, doing: str) -> Iterator[Position]:
+        """Hold the log's lock, caught up; gives the end of the log."""
+        store = self._store
+        with store.locks.wal(), self.errors(doing):
+            yield catch_up(store.log, store.index, store.recovery, whole=False)
+
+    def change(self, make: Callable[[Tables], Record | None]) -> Record | None:
+        """Append the record that `make` returns for the newest state; None appends nothing."""
+        self.check_usable()
+        with self.exclusive("changing the store") as end:
+            record = self._store.index.read(make)
+            if record is not None:
+                self.append(end, record)
+        return record
+
+    def append(self, end: Position, record: Record, *, commit_id: str | None = None) -> None:
+        """Append one record durably, apply it, retire what it lets go. The lock is held."""
+        self._apply(record, self.append_durably(end, record, commit_id=commit_id))
+
+    def append_durably(
+        self, end: Position, record: Record, *, commit_id: str | None = None
+    ) -> Position:
+        """Append one record; return the end of the log. A failed sync poisons the store."""
+        end = self._rotate(end)
+        try:
+            return self._store.log.append(end, records.pack(record))
+        except NoSpaceInLogError:
+            raise
+        except OSError as error:
+            failure: ShardbError = self.error("writing the log", error)
+            if commit_id is not None:
+                failure = CommitUnknownError(
+                    f"{self._store.root}: the storage failed while commit {commit_id} was written "
+                    f"to the log ({error}); reopen the store: `shardb recover` says whether it landed",
+                    commit_id=commit_id,
+                    path=self._store.root,
+                )
+            raise self.fail(failure) from error
+
+    def _apply(self, record: Record, end: Position) -> None:
+        """After the commit point nothing may fail any more: a broken index is caught up later."""
+
+        def body(tables: Tables) -> list[Retired]:
+            state.apply(tables, record)
+            put_applied_position(tables, end)
+            return state.sweep(tables, self._store.leases.leased_commits())
+
+        try:
+            retired = self._store.index.write(body)
+            self._store.objects.retire(retired)
+        except (ShardbError, OSError) as error:
+            self._store.recovery.warnings.append(
+                {
+                    "what": "index",
+                    "path": self._store.index.path,
+                    "why": f"caught up later: {error}",
+                }
+            )
+            return
+        for item in retired:
+            self._store.cache.drop(item.digest)
+
+    def _rotate(self, end: Position) -> Position:
+        """Begin a new segment, with a checkpoint, when this one has grown."""
+        if end.offset < SEGMENT_LIMIT_BYTES:
+            return end
+        full = self._store.index.read(state.full_state)
+        return self._store.log.create_segment(
+            end, records.pack(new_record("checkpoint", state=full))
+        )
+
+    def fail(self, failure: ShardbError) -> ShardbError:
+        """Poison the store: a sync that failed once must not be retried on the same pages."""
+        if self._failed is None:
+            self._failed = failure
+        return failure
+
+    def errors(self, doing: str, needed_bytes: int | None = None) -> AbstractContextManager[None]:
+        """Turn the operating system's errors inside a block into the store's own."""
+        return storage_errors(self._store.files, self._store.root, doing, needed_bytes)
+
+    def error(self, doing: str, error: OSError) -> ShardbError:
+        """The store's own error for one of the operating system's."""
+        return storage_error(self._store.files, self._store.root, doing, error)

@@ -1,0 +1,56 @@
+"""Steps 2 to 6 of a commit: from synced files under staged names to the commit point.
+
+Called with everything staged, written and synced; see `shardb.transaction` for the whole order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from shardb.errors import ConflictError
+from shardb.objects import StagedObject
+from shardb.records import Commit
+
+if TYPE_CHECKING:
+    from shardb.store import Store
+
+
+def publish_commit(store: Store, commit: Commit, objects: Mapping[str, StagedObject]) -> None:
+    """Name the objects, append the commit record, apply it, retire what it lets go."""
+    with store.appender.exclusive("committing") as end:
+        _check_parent(store, commit)
+        _place(store, commit, objects)
+        store.appender.append(end, commit.to_record(), commit_id=commit.id)
+
+
+def _check_parent(store: Store, commit: Commit) -> None:
+    head = store.branches().get(commit.branch)
+    if (head.id if head else None) != commit.parent:
+        raise ConflictError(
+            f"branch {commit.branch!r} has moved to {head.id if head else 'nothing'} since this "
+            "transaction began; begin again"
+        )
+
+
+def _place(store: Store, commit: Commit, objects: Mapping[str, StagedObject]) -> None:
+    """Name the staged files by content; what the store has already is not stored twice.
+
+    Only the index says what the store has: a file of the right name that no live commit references
+    is a leftover of unknown content, and is replaced.
+    """
+    wanted = {entry.digest for entry in commit.shards.values()}
+    known = store.index.read(lambda tables: {d for d in wanted if tables.get("objects", d)})
+    placed = set(known)
+    for staged in objects.values():
+        if staged.digest in placed:
+            store.objects.drop(staged)
+        else:
+            store.objects.place(staged)
+            placed.add(staged.digest)
+    assert wanted <= placed, f"objects {wanted - placed} are neither staged nor live"
+    if placed != known:
+        try:
+            store.objects.sync_directory()
+        except OSError as error:
+            raise store.appender.fail(store.appender.error("syncing objects/", error)) from error
