@@ -73,7 +73,8 @@ class Appender:
             if commit_id is not None:
                 failure = CommitUnknownError(
                     f"{self._store.root}: the storage failed while commit {commit_id} was written "
-                    f"to the log ({error}); reopen the store: `shardb recover` says whether it landed",
+                    f"to the log ({error}); reopen the store: `shardb recover` says whether it "
+                    "landed",
                     commit_id=commit_id,
                     path=self._store.root,
                 )
