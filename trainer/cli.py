@@ -11,11 +11,12 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import MISSING, fields
+from functools import partial
 from typing import Any, Optional
 
 import typer
 
-from trainer.command import answer, fail, new_app
+from trainer.command_cli import answer, fail, new_app
 from trainer.recipe import Recipe, Settings
 from trainer.recipe_flags import FLAGS, Flag, Scope
 from trainer.signals import StopRequest, stop_requests
@@ -46,7 +47,12 @@ output one line a step, unless it is a terminal; everything else is said on stan
 def main() -> None:
     """Run the command and exit."""
     with stop_requests() as request:
-        sys.exit(answer(new_app(_command(request), HELP), sys.argv[1:], "train"))
+        sys.exit(run(sys.argv[1:], request))
+
+
+def run(arguments: list[str], request: StopRequest) -> int:
+    """Do what the arguments say, until the end or a stop request; give the exit code."""
+    return answer(new_app(_command(request), HELP), arguments, "train")
 
 
 def _command(request: StopRequest) -> Callable[..., int]:
@@ -58,7 +64,7 @@ def _command(request: StopRequest) -> Callable[..., int]:
             return fail("--store is needed: where the run lives (see `train --help`)", 2)
         from trainer.start import train
 
-        return train(given, request)
+        return train(given, request, partial(print, flush=True))
 
     parameters = [
         inspect.Parameter(

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from trainer.command import answer, new_app
+from trainer.command_cli import answer, new_app
 from trainer.errors import InputError
 
 HELP = """Generate text from a training run.

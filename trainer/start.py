@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -73,16 +72,19 @@ class Plan:
         return changes(self.stored.recipe, self.recipe) if self.stored else {}
 
 
-def train(given: Given, request: StopRequest) -> int:
-    """Do what the flags say; give the exit code."""
+def train(given: Given, request: StopRequest, say: Callable[[str], None]) -> int:
+    """Do what the flags say; give the exit code. `say` answers a question that trains nothing."""
     notes = check_given(given)
     path = Path(given["store"])
     stored = _look(path)
-    if stored is not None and _is_finished(stored, given) and not given.get("dry_run"):
-        return 0
+    if stored is not None and not given.get("dry_run"):
+        finished = _finished_text(stored, given)
+        if finished is not None:
+            say(finished)
+            return 0
     plan = _plan_resumed(path, stored, given, notes) if stored else _plan_new(path, given, notes)
     if given.get("dry_run"):
-        _print_report(plan, as_json=bool(given.get("json")))
+        say(_report(plan, as_json=bool(given.get("json"))))
         return 0
     check_space(plan.budget, path)
     memory_warning = check_memory(plan.budget)
@@ -154,19 +156,17 @@ def _may_become_store(path: Path) -> bool:
     return not names or "wal" in names
 
 
-def _is_finished(stored: StoredRun, given: Given) -> bool:
+def _finished_text(stored: StoredRun, given: Given) -> str | None:
     """Say so, before any data is opened, when a run has all its steps."""
     _, settings = resumed_run(stored.recipe, stored.settings, given, device=None)
     if settings.max_steps is None or stored.step < settings.max_steps:
-        return False
+        return None
     loss = stored.commit.metrics.get("loss")
-    print(
+    return (
         f"the run has {stored.step} steps already (--max-steps {settings.max_steps}"
         + (f", loss {loss:.4f}" if loss is not None else "")
-        + "): nothing to do; raise --max-steps to go on",
-        flush=True,
+        + "): nothing to do; raise --max-steps to go on"
     )
-    return True
 
 
 def _plan_new(path: Path, given: Given, notes: list[str]) -> Plan:
@@ -311,13 +311,11 @@ def _say_end(
     return 0
 
 
-def _print_report(plan: Plan, *, as_json: bool) -> None:
+def _report(plan: Plan, *, as_json: bool) -> str:
     parts = (plan.recipe, plan.settings, plan.budget)
     if as_json:
-        report: Mapping[str, Any] = report_json(*parts) | {"notes": list(plan.notes)}
-        print(json.dumps(report, indent=2))
-        return
-    print("\n".join([report_text(*parts), *plan.notes]))
+        return json.dumps(report_json(*parts) | {"notes": list(plan.notes)}, indent=2)
+    return "\n".join([report_text(*parts), *plan.notes])
 
 
 def _need_data_dir(data_dir: str | None) -> str:
