@@ -153,8 +153,8 @@ def _train_to_the_end(folder: Folder, plan: Plan) -> list[Mapping[str, Any]]:
 def _generate(folder: Folder, plan: Plan) -> None:
     size = plan.size
     _run(
-        *("train-generate", "--store", str(folder.run), "--snapshot", f"step-{plan.steps}"),
-        *("--prompt", size.prompt, "--max-tokens", str(size.sample_tokens), "--seed", SEED),
+        *("train-generate", "--store", str(folder.run), "--ref", f"step-{plan.steps}"),
+        *("--prompt", size.prompt, "--max-new-tokens", str(size.sample_tokens), "--seed", SEED),
     )
 
 
