@@ -23,8 +23,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tools.demo_terms import DemoError, Folder, Plan, planned
 from tools.demo_text import own_text, plays
 from tools.demo_train import read_steps, watch
@@ -162,7 +160,8 @@ def _tell(folder: Folder, plan: Plan, steps: list[Mapping[str, Any]], seconds: f
     """End with what happened, in numbers read from the run, and what to type next."""
     numbers = [line["step"] for line in steps]
     held_out = [line["validation_loss"] for line in steps if "validation_loss" in line]
-    by_frequency = _unigram_entropy(folder, plan.size.vocab_size)
+    manifest = json.loads((folder.data / "manifest.json").read_text())
+    by_frequency = manifest["val"]["unigram_entropy_nats"]
     _heading(f"Done in {seconds:.0f} s: what just happened")
     print(f"   loss  {_curve([line['loss'] for line in steps])}")
     learned = f"held-out loss {held_out[0]:.2f} -> {held_out[-1]:.2f}"
@@ -225,15 +224,6 @@ def _failed(program: str, exit_code: int) -> DemoError:
         return DemoError("interrupted; the step was committed, `make demo` goes on", exit_code)
     code = exit_code if exit_code > 0 else 1
     return DemoError(f"{program} ended with exit code {exit_code}; its message is above", code)
-
-
-def _unigram_entropy(folder: Folder, vocab_size: int) -> float:
-    """Give the loss, in nats, of a model that knows only how often each token occurs."""
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    for file in sorted((folder.data / "train").glob("*.npy")):
-        counts += np.bincount(np.load(file, mmap_mode="r").ravel(), minlength=vocab_size)
-    part = counts[counts > 0] / counts.sum()
-    return float(-(part * np.log(part)).sum())
 
 
 def _curve(values: list[float], width: int = 60) -> str:
