@@ -17,7 +17,7 @@ from shardb.log import SEGMENT_LIMIT_BYTES, NoSpaceInLogError, Position
 from shardb.records import Record, new_record
 from shardb.recovery import catch_up
 from shardb.state import Retired, Tables
-from shardb.storage_errors import storage_error, storage_errors
+from shardb.storage_errors import FULL, storage_error, storage_errors
 
 if TYPE_CHECKING:
     from shardb.store import Store
@@ -29,6 +29,7 @@ class Appender:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._failed: ShardbError | None = None
+        self._segment_limit_bytes = SEGMENT_LIMIT_BYTES
 
     def check_usable(self) -> None:
         """Raise the failure that poisoned this store, if there was one."""
@@ -104,13 +105,29 @@ class Appender:
             self._store.cache.drop(item.digest)
 
     def _rotate(self, end: Position) -> Position:
-        """Begin a new segment, with a checkpoint, when this one has grown."""
-        if end.offset < SEGMENT_LIMIT_BYTES:
+        """Begin a new segment, with a checkpoint, when this one has grown.
+
+        The closed one is kept compressed: the log is the run's history. Without space for a new
+        segment the old one grows on.
+        """
+        if end.offset < self._segment_limit_bytes:
             return end
-        full = self._store.index.read(state.full_state)
-        return self._store.log.create_segment(
-            end, records.pack(new_record("checkpoint", state=full))
-        )
+        store = self._store
+        try:
+            store.log.compress(end.sequence)
+            record = new_record("checkpoint", state=store.index.read(state.full_state))
+            closed = [*record["state"]["meta"].get("closed", []), store.log.describe(end.sequence)]
+            record["state"]["meta"]["closed"] = closed
+            end = store.log.create_segment(end, records.pack(record))
+        except OSError as error:
+            if error.errno in FULL:
+                return end
+            raise self.fail(self.error("beginning a log segment", error)) from error
+        self._apply(record, end)
+        # The checkpoint may hold much more than the records since: rotate by growth, not by size.
+        self._segment_limit_bytes = max(SEGMENT_LIMIT_BYTES, 4 * end.offset)
+        store.log.drop_raw(end.sequence - 1)
+        return end
 
     def fail(self, failure: ShardbError) -> ShardbError:
         """Poison the store: a sync that failed once must not be retried on the same pages."""

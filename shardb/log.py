@@ -16,16 +16,31 @@ from __future__ import annotations
 import errno
 import re
 from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+import zstandard
 
 from shardb import frames
 from shardb.errors import LogDamagedError
-from shardb.filesystem import CREATE, READ, WRITE, FileSystem, opened, read_exactly, write_all
+from shardb.filesystem import (
+    CREATE,
+    READ,
+    WRITE,
+    FileSystem,
+    opened,
+    read_exactly,
+    read_file,
+    write_all,
+    write_file_durably,
+)
 from shardb.frames import Frame
 
-SEGMENT_PATTERN = re.compile(r"^(\d{10})\.wal$")
+SEGMENT_PATTERN = re.compile(r"^(\d{10})\.wal(\.zst)?$")
 SEGMENT_LIMIT_BYTES = 4 << 20
 # Segments larger than this are refused before they are read: nothing the store writes comes near.
-SEGMENT_READ_LIMIT_BYTES = 4 << 30
+SEGMENT_READ_LIMIT_BYTES = 1 << 30
+COMPRESSION_LEVEL = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,17 +85,22 @@ class Log:
     def path(self, sequence: int) -> str:
         return f"{self.directory}/{sequence:010d}.wal"
 
+    def compressed_path(self, sequence: int) -> str:
+        return f"{self.path(sequence)}.zst"
+
     def sequences(self) -> list[int]:
-        """The raw segments that are there, oldest first."""
+        """The segments that are there, raw or compressed, oldest first."""
         found = (SEGMENT_PATTERN.match(name) for name in self._files.list(self.directory))
-        return sorted(int(match.group(1)) for match in found if match)
+        return sorted({int(match.group(1)) for match in found if match})
 
     def size_bytes(self, sequence: int) -> int:
         return self._files.status(self.path(sequence)).size_bytes
 
     def read(self, sequence: int, start: int = 0) -> bytes:
-        """The bytes of a segment from `start` on."""
+        """The bytes of a segment from `start` on; LogDamagedError when it cannot be unpacked."""
         path = self.path(sequence)
+        if not self._files.exists(path):
+            return self._unpack(sequence)[start:]
         size = self._files.status(path).size_bytes
         if size > SEGMENT_READ_LIMIT_BYTES:
             raise LogDamagedError(
@@ -132,6 +152,53 @@ class Log:
                 offset=start + offset,
             )
         return TornTail(path=path, offset=start + offset, length=len(data) - offset)
+
+    def _unpack(self, sequence: int) -> bytes:
+        path = self.compressed_path(sequence)
+        try:
+            packed = read_file(self._files, path, limit_bytes=SEGMENT_READ_LIMIT_BYTES)
+            size = zstandard.frame_content_size(packed)
+            if not 0 <= size <= SEGMENT_READ_LIMIT_BYTES:
+                raise zstandard.ZstdError(f"content size {size}")
+            return zstandard.ZstdDecompressor().decompress(packed, max_output_size=size)
+        except zstandard.ZstdError as error:
+            raise LogDamagedError(
+                f"{path}: this closed log segment cannot be unpacked ({error}); the run is not "
+                "affected, its history is. Put the file back from a copy",
+                path=path,
+            ) from error
+
+    def compress(self, sequence: int) -> None:
+        """Write the compressed copy of a segment beside it, durably."""
+        packer = zstandard.ZstdCompressor(level=COMPRESSION_LEVEL, write_checksum=True)
+        packed = packer.compress(self.read(sequence))
+        write_file_durably(self._files, self.compressed_path(sequence), packed)
+
+    def describe(self, sequence: int) -> list[Any]:
+        """Sequence, bytes and xxh3-128 of a closed segment's compressed file."""
+        path = self.compressed_path(sequence)
+        packed = read_file(self._files, path, limit_bytes=SEGMENT_READ_LIMIT_BYTES)
+        return [sequence, len(packed), xxhash.xxh3_128_digest(packed)]
+
+    def damaged_closed(self, closed: list[list[Any]], *, budget_bytes: int) -> list[str]:
+        """Closed segments that are not as they were; digests of the newest, up to a budget."""
+        damaged: list[str] = []
+        for sequence, size, digest in reversed(closed):
+            path = self.compressed_path(sequence)
+            if not self._files.exists(path):
+                damaged.append(f"{path}: missing")
+            elif self._files.status(path).size_bytes != size:
+                damaged.append(f"{path}: not {size} bytes long")
+            elif size <= budget_bytes:
+                budget_bytes -= size
+                if self.describe(sequence)[2] != bytes(digest):
+                    damaged.append(f"{path}: its bytes have changed")
+        return damaged
+
+    def drop_raw(self, sequence: int) -> None:
+        """Remove the raw file of a closed segment that has a compressed copy."""
+        if self._files.exists(self.path(sequence)):
+            self._files.unlink(self.path(sequence))
 
     def append(self, position: Position, payload: bytes) -> Position:
         """Append one frame at `position`, which must be the end of the last segment, and sync it.

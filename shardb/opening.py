@@ -22,6 +22,9 @@ from shardb.recovery import RecoveryReport, catch_up
 if TYPE_CHECKING:
     from shardb.store import Store
 
+# Closed log segments are checked at opening up to this many bytes; `fsck` checks all of them.
+CLOSED_CHECK_BYTES = 64 << 20
+
 
 def create(files: FileSystem, root: str) -> bool:
     """Make a store at `root` unless there is one; True when it was made.
@@ -127,7 +130,11 @@ def _set_aside(files: FileSystem, directory: str, why: str, report: RecoveryRepo
 
 
 def _describe(store: Store, index: Index, report: RecoveryReport) -> None:
-    """Fill in what was opened, and what dead writers left behind."""
+    """Fill in what was opened, what dead writers left behind, and damage in the history."""
+    closed = index.read(lambda tables: tables.get("meta", "closed")) or []
+    for text in store.log.damaged_closed(closed, budget_bytes=CLOSED_CHECK_BYTES):
+        path, _, why = text.partition(": ")
+        report.warnings.append({"what": "closed log segment", "path": path, "why": why})
     for branch, commit in index.read(refs.branch_heads).items():
         report.opened[branch] = {"commit": commit.id, "step": commit.step}
     for name in store.files.list(f"{store.root}/spare"):

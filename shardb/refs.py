@@ -37,8 +37,8 @@ def live_commits(tables: Tables) -> list[Commit]:
     return sorted(commits, key=lambda commit: (commit.step, commit.time))
 
 
-def resolve(tables: Tables, ref: str | None) -> Commit:
-    """The retained commit that `ref` names.
+def resolve(tables: Tables, ref: str | None, *, branch: str = DEFAULT_BRANCH) -> Commit:
+    """The retained commit that `ref` names; a step is looked for on `branch` first.
 
     Raises NotFoundError with near matches, UsageError when several commits fit.
     """
@@ -46,14 +46,14 @@ def resolve(tables: Tables, ref: str | None) -> Commit:
         ref = DEFAULT_BRANCH
         if tables.get("branches", ref) is None:
             raise NotFoundError("the store has no commit yet; start a run with `train --store …`")
-    snapshot, branch = tables.get("snapshots", ref), tables.get("branches", ref)
+    snapshot, row = tables.get("snapshots", ref), tables.get("branches", ref)
     if snapshot is not None:
         return _commit(tables, snapshot["commit"])
-    if branch is not None:
-        return _commit(tables, branch["head"])
+    if row is not None:
+        return _commit(tables, row["head"])
     match = STEP_PATTERN.match(ref)
     if match:
-        return commit_of_step(tables, int(match.group(1)))
+        return commit_of_step(tables, int(match.group(1)), branch=branch)
     found = [c for c in live_commits(tables) if _is_prefix(ref, c.id)]
     if len(found) > 1:
         raise UsageError(f"{ref!r} is the beginning of {len(found)} commit ids; give more of it")
@@ -64,12 +64,19 @@ def resolve(tables: Tables, ref: str | None) -> Commit:
     raise NotFoundError(no_such("branch, snapshot, step or commit", ref, [*names, *steps]))
 
 
-def commit_of_step(tables: Tables, step: int) -> Commit:
-    """The retained commit of a step; NotFoundError lists the steps that are retained."""
+def commit_of_step(tables: Tables, step: int, *, branch: str = DEFAULT_BRANCH) -> Commit:
+    """The retained commit of a step; NotFoundError lists the steps that are retained.
+
+    A commit of the branch's own line goes before others, and anything before what a rewind left.
+    """
     live = live_commits(tables)
     found = [commit for commit in live if commit.step == step]
-    on_main = [commit for commit in found if commit.branch == DEFAULT_BRANCH]
-    if len({commit.id for commit in found}) > 1 and len(on_main) != 1:
+    abandoned = {key for key, _ in tables.items("abandoned")}
+    found = [commit for commit in found if commit.id not in abandoned] or found
+    row = tables.get("branches", branch)
+    line = set(row["retained"]) if row else set()
+    on_main = [c for c in found if c.id in line] or [c for c in found if c.branch == branch]
+    if len(found) > 1 and len(on_main) != 1:
         raise UsageError(
             f"step {step} is retained on several branches; name one of the commits "
             f"{', '.join(commit.id for commit in found)}"

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from shardb.errors import LogDamagedError
 from shardb.records import Record
+from shardb.retention import Policy, kept
 
 TABLES = (
     "meta",
@@ -32,7 +33,6 @@ TABLES = (
     "objects",
 )
 DEFAULT_BRANCH = "main"
-DEFAULT_POLICY: dict[str, Any] = {"keep_last": 2}
 
 
 class Tables(Protocol):
@@ -110,8 +110,7 @@ def _apply_commit(tables: Tables, record: Record) -> None:
             f"{row['head']}"
         )
     tables.put("commits", commit, record)
-    for digest, size, *_ in record["shards"].values():
-        _reference(tables, bytes(digest).hex(), size, 1)
+    _reference_all(tables, record)
     _pin(tables, commit, 1)
     _retain(tables, name, {"head": commit, "retained": [*row["retained"], commit]})
 
@@ -141,19 +140,20 @@ def _apply_delete(tables: Tables, record: Record) -> None:
 
 
 def _apply_rewind(tables: Tables, record: Record) -> None:
-    """Move a branch back. What it leaves behind stays until gc, so that it can be undone."""
+    """Move a branch. What it leaves behind stays until gc, so that it can be undone."""
     name, target = record["branch"], record["to"]
-    row = tables.get("branches", name)
-    kept = row["retained"]
-    if target in kept:
-        cut = kept.index(target) + 1
-        kept, left = kept[:cut], kept[cut:]
+    retained = tables.get("branches", name)["retained"]
+    if target in retained:
+        cut = retained.index(target) + 1
+        stays, left = retained[:cut], retained[cut:]
     else:
         _pin(tables, target, 1)
-        kept, left = [target], kept
+        stays, left = [target], retained
     for commit in left:
+        if tables.get("abandoned", commit) is not None:
+            _pin(tables, commit, -1)  # abandoned twice: one pin is enough
         tables.put("abandoned", commit, {"branch": name, "time": record["time"]})
-    tables.put("branches", name, {"head": target, "retained": kept})
+    tables.put("branches", name, {"head": target, "retained": stays})
 
 
 def _apply_gc(tables: Tables, record: Record) -> None:
@@ -164,15 +164,28 @@ def _apply_gc(tables: Tables, record: Record) -> None:
 
 
 def _apply_checkpoint(tables: Tables, record: Record) -> None:
-    """Start over from a full state."""
-    tables.clear()
+    """Start over from a full state.
+
+    Commits that the tables hold and the state does not may still be leased by a reader: they are
+    condemned, not forgotten, so that nobody takes their objects for leftovers.
+    """
     state = record["state"]
+    before = {k: r for k, r in tables.items("commits") if k not in state["commits"]}
+    tables.clear()
     for table in ("meta", "branches", "snapshots", "commits", "pins", "abandoned"):
         for key, value in state[table].items():
             tables.put(table, key, value)
     for commit in state["commits"].values():
-        for digest, size, *_ in commit["shards"].values():
-            _reference(tables, bytes(digest).hex(), size, 1)
+        _reference_all(tables, commit)
+    for key, commit in before.items():
+        tables.put("commits", key, commit)
+        tables.put("condemned", key, 1)
+        _reference_all(tables, commit)
+
+
+def _reference_all(tables: Tables, commit: Record) -> None:
+    for digest, size, *_ in commit["shards"].values():
+        _reference(tables, bytes(digest).hex(), size, 1)
 
 
 _APPLY = {
@@ -197,7 +210,7 @@ def full_state(tables: Tables) -> dict[str, dict[str, Any]]:
     """The state that a checkpoint record holds: all of it but what is condemned or derived."""
     names = ("branches", "snapshots", "abandoned", "pins")
     state: dict[str, dict[str, Any]] = {name: dict(tables.items(name)) for name in names}
-    state["meta"] = {k: v for k, v in tables.items("meta") if k in ("store_id", "policy")}
+    state["meta"] = {k: v for k, v in tables.items("meta") if k in ("store_id", "policy", "closed")}
     state["commits"] = {
         key: record
         for key, record in tables.items("commits")
@@ -222,13 +235,13 @@ def sweep(tables: Tables, leased: Collection[str]) -> list[Retired]:
 
 def _retain(tables: Tables, name: str, row: dict[str, Any]) -> None:
     """Unpin what the policy no longer keeps; the head is never among it."""
-    policy = tables.get("meta", "policy") or DEFAULT_POLICY
-    retained = list(row["retained"])
-    keep = max(1, int(policy["keep_last"]))
-    dropped, kept = retained[:-keep], retained[-keep:]
-    for commit in dropped:
+    policy = Policy.from_record(tables.get("meta", "policy"))
+    retained = row["retained"]
+    keep = kept(policy, retained, lambda commit: tables.get("commits", commit))
+    assert row["head"] in keep, "the head of a branch is always kept"
+    for commit in set(retained) - set(keep):
         _pin(tables, commit, -1)
-    tables.put("branches", name, {"head": row["head"], "retained": kept})
+    tables.put("branches", name, {"head": row["head"], "retained": keep})
 
 
 def _pin(tables: Tables, commit: str, change: int) -> None:
