@@ -44,7 +44,7 @@ class Appender:
     def exclusive(self, doing: str) -> Iterator[Position]:
         """Hold the log's lock, caught up; gives the end of the log."""
         store = self._store
-        with store.locks.wal(), self.errors(doing):
+        with self.errors(doing), store.locks.wal():
             yield catch_up(store.log, store.index, store.recovery, whole=False)
 
     def change(self, make: Callable[[Tables], Record | None]) -> Record | None:
@@ -70,7 +70,12 @@ class Appender:
         except NoSpaceInLogError:
             raise
         except OSError as error:
-            failure: ShardbError = self.error("writing the log", error)
+            failure = StorageFailedError(
+                f"{self._store.root}: the storage failed while a {record['kind']} record was "
+                f"written to the log ({error}); reopen the store to see whether it landed",
+                path=self._store.root,
+            )
+            failure.definite = False
             if commit_id is not None:
                 failure = CommitUnknownError(
                     f"{self._store.root}: the storage failed while commit {commit_id} was written "

@@ -14,7 +14,7 @@ import fcntl
 import mmap
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -231,6 +231,12 @@ def opened(files: FileSystem, path: str, flags: int) -> Iterator[int]:
     try:
         yield file
     finally:
+        files.close(file)
+
+
+def close_quietly(files: FileSystem, file: int) -> None:
+    """Close a descriptor whose bytes nobody waits for: its end is the same whatever close says."""
+    with suppress(OSError):
         files.close(file)
 
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from shardb.errors import BranchLockedError
-from shardb.filesystem import CREATE, WRITE, FileSystem, write_all
+from shardb.filesystem import CREATE, WRITE, FileSystem, close_quietly, write_all
 from shardb.objects import branch_token
 
 
@@ -94,14 +94,14 @@ class Locks:
     def release_branch(self, branch: str) -> None:
         file = self._branches.pop(branch, None)
         if file is not None:
-            self._files.close(file)
+            close_quietly(self._files, file)
 
     def close(self) -> None:
         for branch in list(self._branches):
             self.release_branch(branch)
         for file in (self._wal, self._index):
             if file is not None:
-                self._files.close(file)
+                close_quietly(self._files, file)
         self._wal = self._index = None
 
     def _describe(self, file: int) -> None:

@@ -67,8 +67,7 @@ class Store:
         self.appender = Appender(self)
         self.writer = BackgroundWriter(threads=writer_threads, max_pending=max_pending_writes)
         try:
-            with storage_errors(files, root, "opening the store"):
-                self.index: Index = opening.open_index(self, self.recovery)
+            self.index: Index = opening.open_index(self, self.recovery)
         except BaseException:
             self.writer.close()
             self.locks.close()
@@ -253,14 +252,15 @@ def open(  # noqa: A001 - the field's word, used as shardb.open
     """
     files = files or RealFileSystem()
     root = os.path.abspath(os.fspath(path))
-    if create:
-        opening.create(files, root)
-    return Store(
-        root,
-        files=files,
-        verify=verify,
-        cache_bytes=cache_bytes,
-        writer_threads=writer_threads,
-        max_pending_writes=max_pending_writes,
-        allow_network=allow_network,
-    )
+    with storage_errors(files, root, "opening the store"):
+        if create:
+            opening.create(files, root)
+        return Store(
+            root,
+            files=files,
+            verify=verify,
+            cache_bytes=cache_bytes,
+            writer_threads=writer_threads,
+            max_pending_writes=max_pending_writes,
+            allow_network=allow_network,
+        )
