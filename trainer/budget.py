@@ -79,8 +79,7 @@ def shard_bytes(model: ModelConfig) -> dict[str, int]:
 def check_space(budget: Budget, store: Path) -> None:
     """Refuse a run that does not fit the store's file system; StorageFullError names both sizes."""
     folder = _existing_parent(store)
-    status = os.statvfs(folder)
-    free_bytes = status.f_bavail * status.f_frsize
+    free_bytes = _free_bytes(folder)
     held_bytes = _held_bytes(store)
     if free_bytes + held_bytes < budget.store_bytes:
         pinned = f" and {budget.snapshots:,} snapshots" if budget.snapshots else ""
@@ -167,6 +166,11 @@ def _existing_parent(path: Path) -> Path:
     while not folder.is_dir():
         folder = folder.parent
     return folder
+
+
+def _free_bytes(folder: Path) -> int:
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
 
 
 def _held_bytes(store: Path) -> int:

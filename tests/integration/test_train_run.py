@@ -1,0 +1,249 @@
+"""Does a run record what it was asked, measure what it commits, and keep what it was told to?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+import shardb
+from tests.support.training import MODEL, arguments, make_data, step_lines, train_here
+from trainer.command_cli import answer, new_app
+from trainer.data.batches import validation_batches
+from trainer.data.rows import TokenRows
+from trainer.generate_cli import HELP, command
+from trainer.run_shards import TOKENIZER_SHARD, read_bytes, read_stored_run
+from trainer.start import engine_for
+
+# Command lines of the system that this one replaces, its directories and dtype changed.
+OLDER_COMMAND_LINE = """
+ --train --seq-len 512 --micro-batch-size 32 --gradient-accumulation-steps 4 --dtype bf16
+ --master-weight-dtype fp32 --shard-storage-format safetensors --device cpu --optimizer adamw
+ --learning-rate 1e-5 --weight-decay 0.05 --beta1 0.9 --beta2 0.95 --adam-eps 1e-8
+ --max-grad-norm 1.0 --grad-clip-mode global --lr-schedule tokens --warmup-tokens 26214400
+ --decay-tokens 500000000 --min-lr-ratio 0.5 --max-steps 25000 --save-every 0
+ --validate-every 100 --max-validation-batches 50 --no-shuffle-train --max-resident-shards 27
+ --prefetch-shards cpu --prefetch-window 27 --prefetch-optimizer-shards
+ --no-clear-cuda-cache-between-shards --shard-log-every 0 --trainer-state-every 25
+ --lm-head-chunk-tokens 4096 --async-shard-writes --max-pending-shard-writes 8
+""".split()
+STEP_LINE_KEYS = {
+    *("step", "loss", "learning_rate", "tokens_seen", "grad_norm", "tokens_per_second"),
+    *("seconds", "updated_shards", "max_active_param_shards", "durable_step"),
+    *("clip_scale", "tokens", "batch_digest", "timings", "pending_writes"),
+}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return make_data(tmp_path / "data", rows=40)
+
+
+def test_a_dry_run_tells_exact_sizes_and_makes_nothing(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "run"
+    args = arguments(store, data, "--max-steps", "3")
+    assert train_here([*args, "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert train_here([*args, "--dry-run", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert not store.exists()
+    assert f"{report['parameter_count']:,}" in text
+    assert all(f"{size:,} bytes" in text for size in report["shards"].values())
+
+    assert train_here(args) == 0
+    with shardb.open(store) as opened, opened.at() as view:
+        made = {name: entry.bytes for name, entry in view.commit.shards.items() if entry.trainable}
+        numbers = sum(
+            array.size
+            for name in view.names()
+            if name.startswith("params/")
+            for array in view.read(name).arrays().values()
+        )
+    assert report["shards"] == made
+    assert report["parameter_count"] == numbers
+    assert report["budget"]["bytes_written_per_step"] == sum(made.values())
+    held = sum(f.stat().st_size for part in ("objects", "spare") for f in (store / part).iterdir())
+    assert held <= report["budget"]["store_bytes"]
+
+
+def test_an_older_command_line_parses_and_is_answered_flag_by_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows"
+    rows.mkdir()
+    np.save(rows / "rows.npy", np.arange(4 * 513, dtype="<i4").reshape(4, 513) % 8000)
+    args = ["--store", str(tmp_path / "run"), "--data-dir", str(rows), "--preset"]
+    args += ["perkunas-v2.8-50m", *OLDER_COMMAND_LINE, "--dry-run", "--json"]
+    assert train_here(args) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["parameter_count"] == 55_963_520
+    assert report["tokens_per_step"] == 65_536
+    noted = {note.split()[0] for note in report["notes"] if note.startswith("--")}
+    assert noted == {
+        *("--train", "--shard-storage-format", "--max-resident-shards", "--prefetch-window"),
+        *("--prefetch-optimizer-shards", "--clear-cuda-cache-between-shards"),
+        *("--shard-log-every", "--trainer-state-every"),
+    }
+
+
+def test_each_line_has_what_scripts_read(data: Path, tmp_path: Path) -> None:
+    store = tmp_path / "run"
+    assert train_here(arguments(store, data, "--max-steps", "2")) == 0
+    for line in step_lines(store):
+        assert set(line) >= STEP_LINE_KEYS
+        assert line["updated_shards"] == 5
+        assert line["max_active_param_shards"] == line["max_active_optimizer_shards"] == 1
+        assert line["tokens_seen"] == line["step"] * 4 * 16
+
+
+@pytest.mark.parametrize("prefetch", ["off", "cpu"])
+def test_settings_change_no_bit(data: Path, tmp_path: Path, prefetch: str) -> None:
+    plain, other = tmp_path / "plain", tmp_path / "other"
+    assert train_here(arguments(plain, data, "--max-steps", "3")) == 0
+    settings = ["--prefetch-shards", prefetch, "--no-async-shard-writes", "--snapshot-every", "2"]
+    settings += ["--val-data-dir", str(data / "val"), "--validate-every", "1"]
+    assert train_here([*arguments(other, data, "--max-steps", "3"), *settings]) == 0
+    with shardb.open(plain) as one, shardb.open(other) as two:
+        assert one.resolve().shards == two.resolve().shards
+        assert one.resolve().recipe == two.resolve().recipe
+        assert [*two.snapshots()] == ["step-2"]
+
+
+def test_a_validation_belongs_to_the_commit_that_holds_it(data: Path, tmp_path: Path) -> None:
+    store = tmp_path / "run"
+    flags = ("--val-data-dir", str(data / "val"), "--validate-every", "2", "--max-steps", "5")
+    assert train_here(arguments(store, data, *flags)) == 0
+    measured = [line["step"] for line in step_lines(store) if "validation_loss" in line]
+    assert measured == [2, 4, 5]
+    rows = TokenRows.open(data / "val")
+    with shardb.open(store) as opened, opened.at(step=4) as view, opened.at(step=5) as after:
+        stored = read_stored_run(opened)
+        assert stored is not None
+        engine = engine_for(stored.recipe, stored.settings)
+        again = engine.evaluate(view, validation_batches(rows, 4)).loss
+        assert view.commit.metrics["validation_loss"] == again
+        # Control: the state of another step gives another loss.
+        assert engine.evaluate(after, validation_batches(rows, 4)).loss != again
+
+
+def test_a_change_is_applied_printed_and_recorded(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "run"
+    assert train_here(arguments(store, data, "--max-steps", "2")) == 0
+    capsys.readouterr()
+    change = ["--learning-rate", "1e-4", "--decay-tokens", "4096", "--lr-schedule", "linear"]
+    assert train_here([*arguments(store, None, "--max-steps", "4"), *change]) == 0
+    assert "changed: learning_rate from 0.003 to 0.0001" in capsys.readouterr().err
+    changed = {"learning_rate", "decay_tokens", "lr_schedule"}
+    lines = step_lines(store)
+    assert set(lines[2]["recipe_changes"]) == changed
+    assert lines[2]["recipe_changes"]["learning_rate"] == [0.003, 0.0001]
+    assert "recipe_changes" not in lines[3]
+    with shardb.open(store) as opened, opened.at(step=4) as view:
+        stored = read_stored_run(opened)
+        assert stored is not None
+        assert stored.recipe.learning_rate == 1e-4
+        assert view.commit.shards["meta/recipe"].step == 3
+        assert view.commit.recipe == stored.recipe.digest
+
+
+@pytest.mark.parametrize(
+    "change", [("--hidden-size", "64"), ("--seed", "8"), ("--preset", "demo"), ("--qk-norm",)]
+)
+def test_what_the_run_began_with_may_not_change(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: tuple[str, ...]
+) -> None:
+    store = tmp_path / "run"
+    assert train_here(arguments(store, data, "--max-steps", "1")) == 0
+    capsys.readouterr()
+    assert train_here([*arguments(store, None, "--max-steps", "2"), *change]) == 2
+    assert change[0] in capsys.readouterr().err
+
+
+def test_a_resume_leaves_the_dtype_of_every_tensor(data: Path, tmp_path: Path) -> None:
+    store = tmp_path / "run"
+    assert train_here(arguments(store, data, "--max-steps", "1", "--dtype", "bf16")) == 0
+    assert train_here(arguments(store, None, "--max-steps", "2")) == 0
+    with shardb.open(store) as opened, opened.at(step=1) as one, opened.at(step=2) as two:
+        for name in one.names():
+            assert one.read(name).specs == two.read(name).specs
+            kinds = {spec.dtype for spec in two.read(name).specs.values()}
+            assert kinds == ({"U8"} if name.startswith("meta/") else {"F32"})
+
+
+def test_snapshots_are_pinned_and_one_that_a_kill_prevented_is_made_up_for(
+    data: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "run"
+    assert train_here(arguments(store, data, "--max-steps", "4")) == 0
+    flags = ("--max-steps", "7", "--save-every", "2")
+    assert train_here(arguments(store, None, *flags)) == 0
+    with shardb.open(store) as opened:
+        assert sorted(opened.snapshots()) == ["step-4", "step-6"]
+
+
+@pytest.fixture
+def tokenizer(data: Path) -> Tokenizer:
+    """Train a tokenizer and lay it beside the data, as preparing does."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(["a king and a queen"] * 20, trainer)
+    made.save(str(data / "tokenizer.json"))
+    return made
+
+
+def generate_here(store: Path, *more: str) -> int:
+    args = ["--store", str(store), "--prompt", "a king", "--max-new-tokens", "12", *more]
+    return answer(new_app(command, HELP), args, "train-generate")
+
+
+def test_text_is_generated_from_the_store_alone(
+    data: Path, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "run"
+    args = [*arguments(store, data, "--max-steps", "2"), "--vocab-size", "300"]
+    assert train_here([*args, "--snapshot-every", "1"]) == 0
+    with shardb.open(store) as opened, opened.at() as view:
+        kept = read_bytes(view, TOKENIZER_SHARD)
+    assert kept == (data / "tokenizer.json").read_bytes()
+    (data / "tokenizer.json").unlink()
+    texts = []
+    for more in (("--seed", "1"), ("--seed", "1"), ("--seed", "2"), ("--temperature", "0")):
+        capsys.readouterr()
+        assert generate_here(store, *more) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+    assert all(text.startswith("a king") and text.endswith("\n") for text in texts)
+    assert generate_here(store, "--ref", "step-1") == 0
+    assert generate_here(store, "--ref", "step-9") == 4
+    assert generate_here(store, "--top-p", "0") == 2
+
+
+def test_a_run_without_a_tokenizer_asks_for_one(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "run"
+    assert train_here(arguments(store, data, "--max-steps", "1")) == 0
+    assert generate_here(store) == 2
+    assert "--tokenizer" in capsys.readouterr().err
+    assert generate_here(tmp_path / "nowhere") == 4
+
+
+def test_help_names_every_flag_and_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train_here(["--help"]) == 0
+    text = capsys.readouterr().out
+    for word in (*MODEL[::2], "--dry-run", "--store", "143", "second SIGINT", "steps.jsonl"):
+        assert word in text

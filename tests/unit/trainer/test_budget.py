@@ -1,0 +1,83 @@
+"""Are the budgets right, and is the one that does not fit refused by name?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardb.errors import StorageFullError
+from trainer import budget as budgets
+from trainer.budget import COPIES, Budget, budget_of, check_memory, check_space, in_bytes
+from trainer.errors import InputError
+from trainer.recipe import Recipe, Settings
+from trainer.recipe_build import DataFacts, new_run
+
+DATA = DataFacts(seq_len=512, digest="d" * 32, end_of_text_id=None)
+
+
+def run_of(**given: object) -> tuple[Recipe, Settings]:
+    given = {"preset": "perkunas-v2.8-50m", "data_dir": "rows", **given}
+    return new_run(given, DATA, device="cpu", threads=1)
+
+
+def test_the_store_holds_three_copies_and_the_snapshots() -> None:
+    budget = budget_of(*run_of())
+    # Parameters and two moments, four bytes each, and at most two pages of header a shard.
+    least = 3 * 4 * budget.parameter_count
+    assert least < budget.commit_bytes <= least + len(budget.shards) * 8192
+    pinned = budget_of(*run_of(max_steps=1000, snapshot_every=100))
+    assert pinned.snapshots == 10
+    assert pinned.store_bytes - budget.store_bytes == 10 * budget.commit_bytes
+    assert budget.store_bytes > COPIES * budget.commit_bytes
+
+
+def test_memory_grows_where_it_should() -> None:
+    recipe, settings = run_of()
+    base = budget_of(recipe, settings).memory
+    rows = budget_of(replace(recipe, gradient_accumulation_steps=4), settings).memory
+    assert rows["boundary activations"] == 4 * base["boundary activations"]
+    assert rows["one block's activations"] == base["one block's activations"]
+    chunk = budget_of(replace(recipe, lm_head_chunk_tokens=512), settings).memory
+    assert chunk["one chunk's logits"] * 8 == base["one chunk's logits"]
+    shard = budget_of(replace(recipe, grad_clip_mode="shard"), settings).memory
+    assert shard["gradients"] < base["gradients"] / 5
+
+
+def small_budget(**memory: int) -> Budget:
+    return Budget(parameter_count=1, shards={"params/a": 1 << 20}, snapshots=0, memory=memory)
+
+
+def test_memory_that_is_not_there_is_refused_and_memory_in_use_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(budgets, "machine_memory", lambda: (8 << 30, 2 << 30))
+    assert check_memory(small_budget(gradients=1 << 30)) is None
+    warning = check_memory(small_budget(gradients=1 << 30, logits=3 << 30))
+    assert warning is not None
+    assert "logits" in warning
+    with pytest.raises(InputError, match="gradients"):
+        check_memory(small_budget(gradients=9 << 30, logits=1))
+
+
+def test_what_the_store_holds_already_counts_as_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget = small_budget(gradients=1)
+    monkeypatch.setattr(budgets, "_free_bytes", lambda _: 1 << 20)
+    with pytest.raises(StorageFullError) as caught:
+        check_space(budget, tmp_path / "not" / "there")
+    assert caught.value.exit_code == 6
+    assert in_bytes(budget.store_bytes) in str(caught.value)
+    (tmp_path / "objects").mkdir()
+    with open(tmp_path / "objects" / "one", "wb") as file:
+        file.truncate(budget.store_bytes)
+    check_space(budget, tmp_path)
+    assert budget.store_bytes > 1 << 20
+
+
+def test_sizes_are_written_for_people() -> None:
+    assert [in_bytes(n) for n in (0, 999, 1000, 10**9, 12 * 10**12)] == [
+        *("0 bytes", "999 bytes", "1.00 kB", "1.00 GB", "12.00 TB"),
+    ]
