@@ -10,6 +10,8 @@ import pytest
 # Two cores are the reference machine; a test that lets every library start a thread a core is
 # slower there, and its timing means nothing.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Threads that wait for each other by spinning are up to twenty times slower on a shared machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
