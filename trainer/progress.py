@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TextIO
 
 from rich.console import Console
@@ -19,6 +19,8 @@ from rich.table import Table
 
 # Steps over which speed and time left are averaged: long enough to smooth a validation.
 SPEED_WINDOW_STEPS = 50
+CURVE_STEPS = 40
+BARS = "▁▂▃▄▅▆▇█"
 
 
 class Progress(Protocol):
@@ -79,16 +81,18 @@ class PlainProgress:
 class LiveProgress:
     """A panel that is redrawn in place."""
 
-    def __init__(self, max_steps: int | None) -> None:
+    def __init__(self, max_steps: int | None, *, validates: bool) -> None:
         self._max_steps = max_steps
         self._time_left = TimeLeft(max_steps)
-        self._validation = "not yet"
+        self._losses: deque[float] = deque(maxlen=CURVE_STEPS)
+        self._validation = "not yet" if validates else "off: no --val-data-dir"
         self._live = Live(console=Console(), auto_refresh=False, transient=False)
         self._live.start()
 
     def step(self, line: Mapping[str, Any]) -> None:
         """Redraw with the step's numbers."""
         left = self._time_left.after(line["step"], line["seconds"])
+        self._losses.append(line["loss"])
         if "validation_loss" in line:
             self._validation = f"{line['validation_loss']:.4f} (step {line['step']:,})"
         self._live.update(self._panel(line, left), refresh=True)
@@ -107,7 +111,7 @@ class LiveProgress:
         table.add_column(justify="right", style="dim")
         table.add_column()
         table.add_row("step", f"{line['step']:,}{stop}")
-        table.add_row("loss", f"{line['loss']:.4f}")
+        table.add_row("loss", f"{line['loss']:.4f}  {curve(self._losses)}")
         table.add_row("validation loss", self._validation)
         table.add_row("learning rate", f"{line['learning_rate']:.3g}")
         table.add_row("tokens", f"{line['tokens_seen']:,}")
@@ -117,10 +121,10 @@ class LiveProgress:
         return table
 
 
-def progress_for(max_steps: int | None) -> Progress:
+def progress_for(max_steps: int | None, *, validates: bool) -> Progress:
     """Choose by whether standard output is a terminal."""
     if sys.stdout.isatty():
-        return LiveProgress(max_steps)
+        return LiveProgress(max_steps, validates=validates)
     return PlainProgress(sys.stdout, sys.stderr, max_steps)
 
 
@@ -139,6 +143,13 @@ def plain_line(line: Mapping[str, Any], seconds_left: float | None) -> str:
     if seconds_left is not None:
         parts.append(f"eta={duration(seconds_left)}")
     return " ".join(parts)
+
+
+def curve(losses: Sequence[float]) -> str:
+    """Draw the last losses, one bar a step, between their lowest and highest."""
+    low, high = min(losses), max(losses)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((loss - low) * scale)] for loss in losses)
 
 
 def duration(seconds: float) -> str:

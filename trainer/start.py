@@ -88,7 +88,9 @@ def train(given: Given, request: StopRequest, say: Callable[[str], None]) -> int
         return 0
     check_space(plan.budget, path)
     memory_warning = check_memory(plan.budget)
-    progress = progress_for(plan.settings.max_steps)
+    progress = progress_for(
+        plan.settings.max_steps, validates=plan.inputs.validation_rows is not None
+    )
     request.before_abort = progress.close
     try:
         for note in (*plan.notes, *([f"warning: {memory_warning}"] if memory_warning else ())):
@@ -300,6 +302,7 @@ def _say_start(plan: Plan, store: Store, head: Commit, progress: Progress) -> No
 def _say_end(
     plan: Plan, head: Commit, is_finished: bool, progress: Progress, request: StopRequest
 ) -> int:
+    progress.close()
     again = f"train --store {plan.store}"
     if request.stop_signal is not None:
         progress.note(

@@ -6,7 +6,7 @@ import io
 import os
 from typing import Any
 
-from trainer.progress import LiveProgress, PlainProgress, TimeLeft, duration, plain_line
+from trainer.progress import LiveProgress, PlainProgress, TimeLeft, curve, duration, plain_line
 
 
 def line(step: int = 12, **more: Any) -> dict[str, Any]:
@@ -58,8 +58,13 @@ def test_a_closed_pipe_is_noted_once_and_survived() -> None:
     assert notes.getvalue().count("standard output was closed") == 1
 
 
+def test_the_curve_goes_from_the_highest_bar_to_the_lowest() -> None:
+    assert curve([8.0, 4.5, 1.0]) == "█▅▁"
+    assert curve([2.0, 2.0]) == "▁▁"
+
+
 def test_the_panel_draws_every_number() -> None:
-    progress = LiveProgress(20)
+    progress = LiveProgress(20, validates=True)
     progress.step(line(validation_loss=4.0))
     progress.close()
     table = progress._panel(line(), 9.0)
