@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from shardb import state
 from shardb.errors import ConflictError
 from shardb.objects import StagedObject
 from shardb.records import Commit
@@ -36,11 +37,11 @@ def _check_parent(store: Store, commit: Commit) -> None:
 def _place(store: Store, commit: Commit, objects: Mapping[str, StagedObject]) -> None:
     """Name the staged files by content; what the store has already is not stored twice.
 
-    Only the index says what the store has: a file of the right name that no live commit references
-    is a leftover of unknown content, and is replaced.
+    Only the index says what the store has: a file of the right name that no pinned commit
+    references is a leftover of unknown content, and is replaced.
     """
     wanted = {entry.digest for entry in commit.shards.values()}
-    known = store.index.read(lambda tables: {d for d in wanted if tables.get("objects", d)})
+    known = store.index.read(lambda tables: state.held(tables, wanted))
     placed = set(known)
     for staged in objects.values():
         if staged.digest in placed:

@@ -14,6 +14,7 @@ abandoned (commits a rewind left behind), objects (digest to [bytes, references]
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -231,6 +232,21 @@ def sweep(tables: Tables, leased: Collection[str]) -> list[Retired]:
         tables.delete("commits", commit)
         tables.delete("condemned", commit)
     return retired
+
+
+def held(tables: Tables, digests: Collection[str]) -> set[str]:
+    """Those of `digests` that a pinned commit references: their files are in the store.
+
+    A condemned commit proves nothing. Sweeping is not logged, so tables that were made anew from
+    the log still hold condemned commits whose files were given to others long ago.
+    """
+    condemned = Counter(
+        bytes(digest).hex()
+        for commit, _ in tables.items("condemned")
+        for digest, *_ in tables.get("commits", commit)["shards"].values()
+    )
+    rows = ((digest, tables.get("objects", digest)) for digest in digests)
+    return {digest for digest, row in rows if row is not None and row[1] > condemned[digest]}
 
 
 def _retain(tables: Tables, name: str, row: dict[str, Any]) -> None:
