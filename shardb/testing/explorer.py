@@ -1,0 +1,285 @@
+"""The crash explorer: every operation, every image, reopened and checked.
+
+Runs a workload once on a recording file system. For each of its operations it builds the disks that
+a crash before it may leave, crosses them with the states the index may be in, and asks the oracle
+about each. Recovery of a sample of them is recorded in turn and crashed at each of its operations.
+
+A violation names operation, image, index and seed: the same call finds it again.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import shardb
+from shardb.errors import ShardbError
+from shardb.testing.disk import DiskState, Image
+from shardb.testing.images import ImageLimits, choices
+from shardb.testing.model import Expectation, Journal
+from shardb.testing.operations import Operation
+from shardb.testing.oracle import Audit, check, no_audit
+from shardb.testing.recording import Ignore, IndexImage, RecordingFileSystem, ignore_nothing
+
+# A workload gets a file system, the path of its store and the journal it must keep.
+Workload = Callable[[RecordingFileSystem, str, Journal], None]
+STORE = "run"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExploreLimits:
+    """How far to go: images of a point, indexes of an image, and recoveries crashed in turn.
+
+    Every so many images one is also tried `go_on_every` for a further commit, and one of
+    `recovery_every` has its recovery crashed, at all operations, with `recovery_images`.
+    """
+
+    images: ImageLimits = field(default_factory=ImageLimits)
+    earlier_indexes: int = 2
+    recovery_every: int = 40
+    recovery_images: ImageLimits = field(
+        default_factory=lambda: ImageLimits(
+            exhaustive_operations=3, random_subsets=2, torn_writes=4
+        )
+    )
+    go_on_every: int = 8
+    violations: int = 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Violation:
+    """A disk that recovery did not bring back to an allowed state, and how to build it again."""
+
+    seed: int
+    point: int
+    operation: str
+    image: str
+    index: str
+    recovery: str
+    reason: str
+
+    def __str__(self) -> str:
+        where = f"stopped before [{self.operation}] (point {self.point}, seed {self.seed})"
+        again = f", recovery stopped at {self.recovery}" if self.recovery else ""
+        return f"{where}, image [{self.image}], index {self.index}{again}: {self.reason}"
+
+
+@dataclass(kw_only=True)
+class Counts:
+    """What was explored. `states` are distinct pairs of disk and index; all were opened."""
+
+    operations: int = 0
+    images: int = 0
+    states: int = 0
+    recoveries_crashed: int = 0
+    recovery_states: int = 0
+    further_commits: int = 0
+    violations: list[Violation] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.operations} operations, {self.images} images, {self.states} distinct states "
+            f"opened and checked, {self.further_commits} of them committed to again; "
+            f"{self.recoveries_crashed} recoveries crashed in {self.recovery_states} further "
+            f"distinct states; {len(self.violations)} violations"
+        )
+
+
+def explore(
+    workload: Workload,
+    *,
+    scratch: str,
+    limits: ExploreLimits | None = None,
+    seed: int = 0,
+    audit: Audit = no_audit,
+    ignore: Ignore = ignore_nothing,
+) -> Counts:
+    """Record `workload` and explore its crashes below the directory `scratch`, best on a RAM disk.
+
+    `ignore` makes the disk lie about syncs: the control arm, which must give violations.
+    """
+    exploration = _Exploration(scratch, limits or ExploreLimits(), seed, audit)
+    root = exploration.fresh_directory()
+    files = RecordingFileSystem(root, ignore=ignore)
+    journal = Journal(lambda: len(files.operations))
+    try:
+        workload(files, os.path.join(files.root, STORE), journal)
+    finally:
+        files.shut_down()
+    exploration.counts.operations = len(files.operations)
+    exploration.crash_everywhere(files, journal)
+    shutil.rmtree(root)
+    return exploration.counts
+
+
+class _Exploration:
+    """One exploration under way."""
+
+    def __init__(self, scratch: str, limits: ExploreLimits, seed: int, audit: Audit) -> None:
+        self.counts = Counts()
+        self._scratch = scratch
+        self._limits = limits
+        self._seed = seed
+        self._audit = audit
+        self._seen: set[tuple[bytes, bytes, int]] = set()
+        self._directories = 0
+
+    def fresh_directory(self) -> str:
+        self._directories += 1
+        path = os.path.join(self._scratch, f"disk-{self._directories}")
+        os.mkdir(path)
+        return path
+
+    def crash_everywhere(self, files: RecordingFileSystem, journal: Journal) -> None:
+        state = DiskState(files.initial)
+        expectations: dict[tuple[int, int], int] = {}
+        for point in range(len(files.operations) + 1):
+            expectation = journal.at(point)
+            states = (id(expectation.settled), id(expectation.attempted))
+            which = expectations.setdefault(states, len(expectations))
+            for label, image, index in self._states_at(state, files, point, self._limits.images):
+                key = (image.key, _index_key(index), which)
+                if key in self._seen:
+                    continue
+                self._seen.add(key)
+                self.counts.states += 1
+                where = _Point(
+                    number=point,
+                    operation=_text(files.operations, point),
+                    image=label,
+                    index=index,
+                    expectation=expectation,
+                )
+                self._try_state(image, where)
+                if len(self.counts.violations) >= self._limits.violations:
+                    return
+            if point < len(files.operations):
+                state.advance(files.operations[point])
+
+    def _states_at(
+        self, state: DiskState, files: RecordingFileSystem, point: int, limits: ImageLimits
+    ) -> Iterator[tuple[str, Image, _Index]]:
+        """The images of one point, each with the current index and one other; two with all."""
+        indexes = list(self._indexes_at(files.index_images, point))
+        for label, choice in choices(state, limits=limits, seed=self._seed + point):
+            self.counts.images += 1
+            image = state.image(choice)
+            yield label, image, indexes[0]
+            others = indexes[1:]
+            if label not in ("all", "none"):
+                others = [others[self.counts.images % len(others)]]
+            for index in others:
+                yield label, image, index
+
+    def _indexes_at(self, images: list[IndexImage], point: int) -> Iterator[_Index]:
+        """The states of the index to try: current first, then earlier, missing, unreadable."""
+        past = [image.data for image in images if image.number < point]
+        yield _Index(label="current" if past else "missing", data=past[-1] if past else None)
+        source = random.Random(f"index {self._seed} {point}")
+        count = min(self._limits.earlier_indexes, max(0, len(past) - 1))
+        for number in sorted(source.sample(range(len(past) - 1), count) if count else ()):
+            yield _Index(label=f"earlier {number}", data=past[number])
+        yield _Index(label="missing", data=None)
+        yield _Index(label="garbage", data=source.randbytes(8192))
+        last = past[-1] if past else b""
+        yield _Index(label="truncated", data=last[: len(last) // 2])
+
+    def _try_state(self, image: Image, where: _Point) -> None:
+        go_on = self.counts.states % self._limits.go_on_every == 0
+        self.counts.further_commits += go_on
+        root = self._build(image, where.index)
+        reasons = check(
+            os.path.join(root, STORE), where.expectation, audit=self._audit, go_on=go_on
+        )
+        shutil.rmtree(root)
+        self._report(reasons, where, "")
+        if not reasons and self.counts.states % self._limits.recovery_every == 0:
+            self._crash_recovery(image, where)
+
+    def _crash_recovery(self, image: Image, where: _Point) -> None:
+        """Record the recovery of one image, and crash it before each of its operations."""
+        root = self._build(image, where.index)
+        files = RecordingFileSystem(root)
+        if where.index.data is not None:
+            path = os.path.join(STORE, "index", "data.mdb")
+            files.index_images.append(IndexImage(number=-1, path=path, data=where.index.data))
+        try:
+            shardb.open(os.path.join(files.root, STORE), files=files).close()
+        except ShardbError:
+            pass  # Already judged: there was no store yet.
+        finally:
+            files.shut_down()
+        shutil.rmtree(root)
+        self.counts.recoveries_crashed += 1
+        seen: set[tuple[bytes, bytes]] = set()
+        state = DiskState(files.initial)
+        for point in range(len(files.operations) + 1):
+            limits = self._limits.recovery_images
+            for label, inner, index in self._states_at(state, files, point, limits):
+                if (inner.key, _index_key(index)) in seen:
+                    continue
+                seen.add((inner.key, _index_key(index)))
+                self.counts.recovery_states += 1
+                inner_root = self._build(inner, index)
+                reasons = check(
+                    os.path.join(inner_root, STORE), where.expectation, audit=self._audit
+                )
+                shutil.rmtree(inner_root)
+                recovery = f"[{_text(files.operations, point)}] [{label}] index {index.label}"
+                self._report(reasons, where, recovery)
+            if point < len(files.operations):
+                state.advance(files.operations[point])
+
+    def _build(self, image: Image, index: _Index) -> str:
+        root = self.fresh_directory()
+        image.materialise(root)
+        if index.data is not None and os.path.join(STORE, "index") in image.files:
+            with open(os.path.join(root, STORE, "index", "data.mdb"), "wb") as file:
+                file.write(index.data)
+        return root
+
+    def _report(self, reasons: list[str], where: _Point, recovery: str) -> None:
+        self.counts.violations.extend(
+            Violation(
+                seed=self._seed,
+                point=where.number,
+                operation=where.operation,
+                image=where.image,
+                index=where.index.label,
+                recovery=recovery,
+                reason=reason,
+            )
+            for reason in reasons
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Index:
+    """One state of the index: its bytes, or None when the file is missing."""
+
+    label: str
+    data: bytes | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Point:
+    """Where the workload was stopped, and what that may leave."""
+
+    number: int
+    operation: str
+    image: str
+    index: _Index
+    expectation: Expectation
+
+
+def _index_key(index: _Index) -> bytes:
+    if index.data is None:
+        return b"missing"
+    return hash(index.data).to_bytes(8, "little", signed=True)
+
+
+def _text(operations: list[Operation], point: int) -> str:
+    return str(operations[point]) if point < len(operations) else "the end"
