@@ -16,7 +16,7 @@ from typing import Any, Optional
 
 import typer
 
-from trainer.command_cli import answer, fail, new_app
+from trainer.command_cli import answer, fail, let_waiting_threads_sleep, new_app
 from trainer.recipe import Recipe, Settings
 from trainer.recipe_flags import FLAGS, Flag, Scope
 from trainer.signals import StopRequest, stop_requests
@@ -46,6 +46,7 @@ output one line a step, unless it is a terminal; everything else is said on stan
 
 def main() -> None:
     """Run the command and exit."""
+    let_waiting_threads_sleep()
     with stop_requests() as request:
         sys.exit(run(sys.argv[1:], request))
 

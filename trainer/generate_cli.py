@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from trainer.command_cli import answer, new_app
+from trainer.command_cli import answer, let_waiting_threads_sleep, new_app
 from trainer.errors import InputError
 
 HELP = """Generate text from a training run.
@@ -29,6 +29,7 @@ is streamed to standard output. Nothing is written; an interrupt leaves nothing 
 
 def main() -> None:
     """Run the command and exit."""
+    let_waiting_threads_sleep()
     try:
         sys.exit(answer(new_app(command, HELP), sys.argv[1:], "train-generate"))
     except KeyboardInterrupt:
