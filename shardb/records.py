@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time as clock
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -23,8 +23,19 @@ Record = dict[str, Any]
 RECORD_KINDS = frozenset(
     "init begin commit abort branch snapshot delete rewind gc policy note checkpoint".split()
 )
-# A hostile log must not make the decoder allocate more than its own size allows.
-_NESTING_LIMIT = 64
+DIGEST_BYTES = 16
+_COMMIT_FIELDS: Mapping[str, Any] = {
+    "id": str,
+    "branch": str,
+    "step": int,
+    "parent": str | None,
+    "shards": dict,
+    "time": int | float,
+    "state": dict,
+    "metrics": dict,
+    "statistics": dict,
+    "recipe": str | None,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +46,20 @@ class ShardEntry:
     bytes: int
     step: int
     trainable: bool = True
+
+    def to_record(self) -> list[Any]:
+        """The entry as a commit record holds it."""
+        return [bytes.fromhex(self.digest), self.bytes, self.step, self.trainable]
+
+    @staticmethod
+    def from_record(values: Sequence[Any]) -> ShardEntry:
+        """Read an entry; TypeError or ValueError when it is none."""
+        digest, size, step, trainable = values
+        if type(digest) is not bytes or type(size) is not int or type(step) is not int:
+            raise TypeError("a shard's entry is not digest, size, step and whether it is trainable")
+        if len(digest) != DIGEST_BYTES or size <= 0 or step < 0:
+            raise ValueError(f"a shard's entry has {len(digest)} bytes of digest, size {size}")
+        return ShardEntry(digest=digest.hex(), bytes=size, step=step, trainable=trainable is True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,10 +90,7 @@ class Commit:
             "branch": self.branch,
             "step": self.step,
             "parent": self.parent,
-            "shards": {
-                name: [bytes.fromhex(entry.digest), entry.bytes, entry.step, entry.trainable]
-                for name, entry in self.shards.items()
-            },
+            "shards": {name: entry.to_record() for name, entry in self.shards.items()},
             "state": dict(self.state),
             "metrics": dict(self.metrics),
             "statistics": dict(self.statistics),
@@ -79,29 +101,15 @@ class Commit:
     def from_record(record: Mapping[str, Any]) -> Commit:
         """Read a commit record; LogDamagedError when a field is missing or of the wrong type."""
         try:
-            shards = {
-                str(name): ShardEntry(
-                    digest=bytes(digest).hex(),
-                    bytes=int(size),
-                    step=int(step),
-                    trainable=bool(trainable),
-                )
-                for name, (digest, size, step, trainable) in record["shards"].items()
-            }
-            return Commit(
-                id=record["id"],
-                branch=record["branch"],
-                step=record["step"],
-                parent=record["parent"],
-                shards=MappingProxyType(shards),
-                time=record["time"],
-                state=record["state"],
-                metrics=record["metrics"],
-                statistics=record["statistics"],
-                recipe=record["recipe"],
-            )
+            for name, kinds in _COMMIT_FIELDS.items():
+                if not isinstance(record[name], kinds) or isinstance(record[name], bool):
+                    raise TypeError(f"{name} is a {type(record[name]).__name__}")
+            entries = record["shards"].items()
+            fields = {name: record[name] for name in _COMMIT_FIELDS}
+            shards = {name: ShardEntry.from_record(values) for name, values in entries}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise LogDamagedError(f"a commit record lacks or garbles a field: {error!r}") from error
+        return Commit(**{**fields, "shards": MappingProxyType(shards)})
 
 
 def new_id() -> str:
@@ -116,15 +124,26 @@ def new_record(kind: str, **fields: Any) -> Record:
     return {"kind": kind, "id": new_id(), "time": clock.time(), **fields}
 
 
-def pack(record: Mapping[str, Any]) -> bytes:
-    """Encode a record; UsageError when it holds something that msgpack cannot."""
+def stored_form(what: str, value: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A client's mapping as it will be read back; UsageError when it cannot be.
+
+    Read back here because the encoder takes more than the decoder: a mapping with whole numbers as
+    keys would be written, and then the store could not be opened any more.
+    """
     try:
-        packed: bytes = msgpack.packb(record, use_bin_type=True)
-    except (TypeError, ValueError, OverflowError) as error:
+        packed = msgpack.packb(dict(value or {}), use_bin_type=True)
+        form: dict[str, Any] = msgpack.unpackb(packed, raw=False, strict_map_key=True)
+    except Exception as error:  # the codec's own classes differ between versions
         raise UsageError(
-            f"state, metrics or statistics hold a value that cannot be stored ({error}); "
-            "use None, booleans, numbers, strings, lists and mappings"
+            f"{what} holds a value that cannot be stored ({error}); use None, booleans, numbers, "
+            "strings, lists, and mappings with strings as keys"
         ) from error
+    return form
+
+
+def pack(record: Mapping[str, Any]) -> bytes:
+    """Encode a record, whose foreign parts went through `stored_form`."""
+    packed: bytes = msgpack.packb(record, use_bin_type=True)
     return packed
 
 
@@ -134,7 +153,8 @@ def unpack(payload: bytes) -> Record:
         record = msgpack.unpackb(payload, raw=False, strict_map_key=True)
     except Exception as error:  # the decoder's own classes differ between versions
         raise LogDamagedError(f"a log record is no msgpack mapping: {error}") from error
-    if not isinstance(record, dict) or record.get("kind") not in RECORD_KINDS:
+    kind = record.get("kind") if isinstance(record, dict) else None
+    if not isinstance(kind, str) or kind not in RECORD_KINDS:
         raise LogDamagedError(
             "a log record is of no known kind; was it written by a newer version?"
         )

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from shardb.errors import LogDamagedError
-from shardb.records import Record
+from shardb.records import Commit, Record
 from shardb.retention import Policy, kept
 
 TABLES = (
@@ -103,7 +103,7 @@ def _apply_policy(tables: Tables, record: Record) -> None:
 
 
 def _apply_commit(tables: Tables, record: Record) -> None:
-    name, commit = record["branch"], record["id"]
+    name, commit = record["branch"], Commit.from_record(record).id
     row = tables.get("branches", name) or {"head": None, "retained": []}
     if row["head"] != record["parent"]:
         raise LogDamagedError(
@@ -177,6 +177,7 @@ def _apply_checkpoint(tables: Tables, record: Record) -> None:
         for key, value in state[table].items():
             tables.put(table, key, value)
     for commit in state["commits"].values():
+        Commit.from_record(commit)
         _reference_all(tables, commit)
     for key, commit in before.items():
         tables.put("commits", key, commit)

@@ -26,11 +26,14 @@ from shardb.errors import IncompleteCommitError, NotFoundError, UsageError
 from shardb.layout import TensorSpec
 from shardb.objects import StagedObject
 from shardb.publishing import publish_commit
-from shardb.records import Commit, ShardEntry, new_id
+from shardb.records import Commit, ShardEntry, new_id, stored_form
 from shardb.views import Array, ShardView, StagedShard, TensorImage, specs_of
 
 if TYPE_CHECKING:
     from shardb.store import Store
+
+# What a log record can hold.
+STEP_LIMIT = 1 << 63
 
 
 @dataclass(kw_only=True)
@@ -97,7 +100,8 @@ class Transaction:
         placed = like.layout if isinstance(like, TensorImage) else layout.build(like)
         if isinstance(like, TensorImage):
             placed = layout.build(placed.specs)
-        buffer = self._store.buffers.take(placed.size_bytes)
+        with self._store.appender.errors(f"staging shard {name!r}", placed.size_bytes):
+            buffer = self._store.buffers.take(placed.size_bytes, self.branch)
         image = buffer.array(placed.size_bytes, writable=True)
         image[: len(placed.header)] = np.frombuffer(placed.header, dtype=np.uint8)
         shard = StagedShard(name, placed, image, self._write_out)
@@ -131,25 +135,33 @@ class Transaction:
         """Make what is staged, and every frozen shard of the base, the next commit of the branch.
 
         Returns when the commit is durable. Raises IncompleteCommitError when a trainable shard of
-        the base is not staged, UsageError when `step` is not beyond the base's, ConflictError when
-        the branch has moved, StorageFullError when there is no space (nothing is changed),
-        StorageFailedError when the storage failed, and CommitUnknownError (`definite` False) when
-        it failed while the commit record was being written.
+        the base is not staged, UsageError when `step` is not beyond the base's or a field cannot
+        be stored, ConflictError when the branch has moved, StorageFullError when there is no space
+        (nothing is changed), StorageFailedError when the storage failed, and CommitUnknownError
+        (`definite` False) when it failed while the commit record was being written.
         """
         self._check_open()
         self._store.appender.check_usable()
         self._check_complete(step)
+        if not isinstance(recipe_digest, str | None):
+            raise UsageError(f"recipe_digest is {recipe_digest!r}; it must be text or None")
+        told: dict[str, Any] = {
+            "state": stored_form("state", state),
+            "metrics": stored_form("metrics", metrics),
+            "statistics": stored_form("statistics", statistics),
+            "recipe": recipe_digest,
+        }
         for staged in self._staged.values():
             staged.image.seal()
         try:
             objects = self._wait_and_sync()
-            commit = self._new_commit(objects, step, state, metrics, statistics, recipe_digest)
+            commit = self._new_commit(objects, step, told)
             publish_commit(self._store, commit, objects)
         except BaseException:
             self.abort()
             raise
         for name, staged in self._staged.items():
-            self._store.cache.put(objects[name].digest, staged.image.layout, staged.buffer)
+            self._keep(objects[name], staged)
         self._close()
         return commit
 
@@ -180,7 +192,7 @@ class Transaction:
         # The written bytes are read from this view: the caller's arrays must not move on.
         image = staged.buffer.array(shard.bytes, writable=False)
         staged.written = self._store.writer.submit(
-            lambda: self._store.write_object(shard.name, image, branch)
+            lambda: self._store.write_object(shard.name, image, staged.buffer, branch)
         )
 
     def _wait_and_sync(self) -> dict[str, StagedObject]:
@@ -192,6 +204,8 @@ class Transaction:
         return objects
 
     def _check_complete(self, step: int) -> None:
+        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < STEP_LIMIT:
+            raise UsageError(f"step is {step!r}; it must be a whole number >= 0")
         if self.base is None:
             if not self._staged:
                 raise IncompleteCommitError("the first commit of a branch needs at least one shard")
@@ -213,13 +227,7 @@ class Transaction:
             )
 
     def _new_commit(
-        self,
-        objects: Mapping[str, StagedObject],
-        step: int,
-        state: Mapping[str, Any] | None,
-        metrics: Mapping[str, Any] | None,
-        statistics: Mapping[str, Any] | None,
-        recipe_digest: str | None,
+        self, objects: Mapping[str, StagedObject], step: int, told: Mapping[str, Any]
     ) -> Commit:
         shards = dict(self.base.shards) if self.base else {}
         for name, staged_object in objects.items():
@@ -236,11 +244,16 @@ class Transaction:
             parent=self.base.id if self.base else None,
             shards=dict(sorted(shards.items())),
             time=clock.time(),
-            state=dict(state or {}),
-            metrics=dict(metrics or {}),
-            statistics=dict(statistics or {}),
-            recipe=recipe_digest,
+            **told,
         )
+
+    def _keep(self, written: StagedObject, staged: Staged) -> None:
+        """Keep a committed image in memory; a mapped duplicate is no object's file, and goes."""
+        path = staged.buffer.path
+        if path is None or path == self._store.objects.path(written.digest):
+            self._store.cache.put(written.digest, staged.image.layout, staged.buffer)
+        else:
+            staged.buffer.release(self._store.buffers)
 
     def _give_back(self, staged: Staged) -> None:
         """Return file and memory of a staged shard; a failed write has nothing to return."""
