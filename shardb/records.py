@@ -158,4 +158,4 @@ def unpack(payload: bytes) -> Record:
         raise LogDamagedError(
             "a log record is of no known kind; was it written by a newer version?"
         )
-    return record
+    return dict(record)

@@ -204,7 +204,7 @@ class Transaction:
         return objects
 
     def _check_complete(self, step: int) -> None:
-        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < STEP_LIMIT:
+        if type(step) is not int or not 0 <= step < STEP_LIMIT:
             raise UsageError(f"step is {step!r}; it must be a whole number >= 0")
         if self.base is None:
             if not self._staged:
