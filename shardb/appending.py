@@ -95,8 +95,8 @@ class Appender:
             return state.sweep(tables, self._store.leases.leased_commits())
 
         try:
-            retired = self._store.index.write(body)
-            self._store.objects.retire(retired)
+            for item in self._store.index.write(body):
+                self._retire(item)
         except (ShardbError, OSError) as error:
             self._store.recovery.warnings.append(
                 {
@@ -105,9 +105,17 @@ class Appender:
                     "why": f"caught up later: {error}",
                 }
             )
-            return
-        for item in retired:
-            self._store.cache.drop(item.digest)
+
+    def _retire(self, item: Retired) -> None:
+        """Take an object that nothing references out of `objects/`, and its image out of memory."""
+        store = self._store
+        buffer = store.cache.pop(item.digest)
+        if buffer is not None and buffer.path is not None:
+            store.objects.hold(item.digest, buffer)
+        else:
+            store.objects.retire([item])
+        if buffer is not None:
+            buffer.release(store.buffers)
 
     def _rotate(self, end: Position) -> Position:
         """Begin a new segment, with a checkpoint, when this one has grown.

@@ -13,7 +13,7 @@ import ctypes
 import mmap
 import threading
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,19 +28,23 @@ def padded(length: int, unit: int = PAGE_BYTES) -> int:
     return -(-length // unit) * unit
 
 
-class PooledBuffer:
-    """One stable piece of host memory."""
+class Pool(Protocol):
+    """Where buffers come from and go back to."""
 
-    def __init__(self, size_bytes: int) -> None:
-        assert size_bytes > 0
-        assert size_bytes % PAGE_BYTES == 0
-        self.size_bytes = size_bytes
-        self._map = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if size_bytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
+    def take(self, length: int, branch: str) -> PooledBuffer: ...
+    def put_back(self, buffer: PooledBuffer) -> None: ...
+
+
+class PooledBuffer:
+    """One stable piece of host memory; `path` is its file when it is the mapping of one."""
+
+    def __init__(self, mapping: mmap.mmap, path: str | None = None) -> None:
+        self.size_bytes = len(mapping)
+        self.path = path
+        self._map = mapping
         self._lock = threading.Lock()
         self._exports = 0
-        self._released: BufferPool | None = None
+        self._released: Pool | None = None
 
     @property
     def exports(self) -> int:
@@ -64,7 +68,7 @@ class PooledBuffer:
         if pool is not None:
             pool.put_back(self)
 
-    def release(self, pool: BufferPool) -> None:
+    def release(self, pool: Pool) -> None:
         """Give the buffer back: at once, or when its last array is gone."""
         with self._lock:
             self._released = pool
@@ -90,8 +94,9 @@ class BufferPool:
     def free_bytes(self) -> int:
         return self._free_bytes
 
-    def take(self, length: int) -> PooledBuffer:
+    def take(self, length: int, branch: str) -> PooledBuffer:
         """A buffer of at least `length` bytes. Its content is arbitrary."""
+        del branch  # memory belongs to nobody
         size = padded(length, HUGE_PAGE_BYTES if length >= HUGE_PAGE_BYTES else PAGE_BYTES)
         with self._lock:
             waiting = self._free.get(size)
@@ -100,10 +105,17 @@ class BufferPool:
                 buffer = waiting.pop()
                 buffer.reuse()
                 return buffer
-        return PooledBuffer(size)
+        return PooledBuffer(_anonymous(size))
 
     def put_back(self, buffer: PooledBuffer) -> None:
         with self._lock:
             if self._free_bytes + buffer.size_bytes <= self._limit_bytes:
                 self._free_bytes += buffer.size_bytes
                 self._free.setdefault(buffer.size_bytes, []).append(buffer)
+
+
+def _anonymous(size_bytes: int) -> mmap.mmap:
+    mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size_bytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping

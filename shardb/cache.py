@@ -10,14 +10,14 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 
-from shardb.buffers import BufferPool, Bytes, PooledBuffer
+from shardb.buffers import Bytes, Pool, PooledBuffer
 from shardb.layout import Layout
 
 
 class ImageCache:
     """Digest to (layout, buffer), at most `limit_bytes` in all."""
 
-    def __init__(self, pool: BufferPool, limit_bytes: int) -> None:
+    def __init__(self, pool: Pool, limit_bytes: int) -> None:
         self._pool = pool
         self._limit_bytes = limit_bytes
         self._bytes = 0
@@ -51,14 +51,14 @@ class ImageCache:
         if known:
             buffer.release(self._pool)
 
-    def drop(self, digest: str) -> None:
-        """Forget an object that is retired."""
+    def pop(self, digest: str) -> PooledBuffer | None:
+        """Forget an object that is retired; the caller releases its buffer."""
         with self._lock:
             found = self._images.pop(digest, None)
-            if found is not None:
-                self._bytes -= found[1].size_bytes
-        if found is not None:
-            found[1].release(self._pool)
+            if found is None:
+                return None
+            self._bytes -= found[1].size_bytes
+            return found[1]
 
     def _evict(self) -> list[PooledBuffer]:
         evicted: list[PooledBuffer] = []

@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from shardb import layout
-from shardb.buffers import PAGE_BYTES, Bytes
+from shardb.buffers import PAGE_BYTES, Bytes, PooledBuffer
 from shardb.errors import ObjectCorruptError, ObjectMissingError
 from shardb.filesystem import CREATE, DIRECT, EXCLUSIVE, READ, WRITE, FileSystem, opened, write_all
 from shardb.layout import Layout
@@ -42,13 +42,14 @@ class StagedObject:
     digest: str
     bytes: int
     path: str
+    buffer: PooledBuffer | None = None  # the mapping, where the file is one
 
 
 class ObjectFiles:
     """The object and spare files of one store."""
 
     def __init__(self, files: FileSystem, root: str, *, verify: bool) -> None:
-        self._files = files
+        self.files = files
         self.directory = f"{root}/objects"
         self.spare_directory = f"{root}/spare"
         self._verify = verify
@@ -71,15 +72,15 @@ class ObjectFiles:
         """
         path = self.path(digest)
         try:
-            with opened(self._files, path, READ) as file:
-                actual_bytes = self._files.status(path).size_bytes
+            with opened(self.files, path, READ) as file:
+                actual_bytes = self.files.status(path).size_bytes
                 if actual_bytes != size_bytes:
                     raise ObjectCorruptError(
                         f"{path}: {actual_bytes} bytes, but {size_bytes} were committed; run "
                         "`shardb fsck`",
                         path=path,
                     )
-                mapping = self._files.map(file, size_bytes, writable=False)
+                mapping = self.files.map(file, size_bytes, writable=False)
         except FileNotFoundError as error:
             raise ObjectMissingError(
                 f"{path}: the object is missing; run `shardb fsck`", path=path
@@ -114,12 +115,12 @@ class ObjectFiles:
     def write(self, image: Bytes, branch: str) -> StagedObject:
         """Write an image to a staged file, computing its digest on the way. Nothing is synced."""
         size = len(image)
-        path, fresh = self._staged_path(branch, size)
-        file = self._files.open(path, WRITE | (CREATE | EXCLUSIVE if fresh else 0))
+        path, fresh = self.staged_path(branch, size)
+        file = self.files.open(path, WRITE | (CREATE | EXCLUSIVE if fresh else 0))
         try:
             digest = self._write_image(file, path, image)
         except BaseException:
-            self._files.close(file)
+            self.files.close(file)
             raise
         self._keep_open(path, file)
         return StagedObject(digest=digest, bytes=size, path=path)
@@ -131,15 +132,15 @@ class ObjectFiles:
                 self._open_files[path] = file
                 return
         try:
-            self._files.fdatasync(file)
+            self.files.fdatasync(file)
         finally:
-            self._files.close(file)
+            self.files.close(file)
 
     def _close(self, staged: StagedObject) -> None:
         with self._lock:
             file = self._open_files.pop(staged.path, None)
         if file is not None:
-            self._files.close(file)
+            self.files.close(file)
 
     def _write_image(self, file: int, path: str, image: Bytes) -> str:
         data = image.data
@@ -150,13 +151,13 @@ class ObjectFiles:
         tail = data[direct_bytes:]
         hasher.update(tail)
         if tail:
-            write_all(self._files, file, tail, direct_bytes)
+            write_all(self.files, file, tail, direct_bytes)
         return hasher.hexdigest()
 
     def _write_direct(self, path: str, data: memoryview, hasher: xxhash.xxh3_128) -> int:
         """Write whole pages past the page cache; return how many bytes, 0 where it cannot be."""
         try:
-            direct = self._files.open(path, WRITE | DIRECT)
+            direct = self.files.open(path, WRITE | DIRECT)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
@@ -167,17 +168,30 @@ class ObjectFiles:
             for start in range(0, end, WRITE_CHUNK_BYTES):
                 chunk = data[start : min(start + WRITE_CHUNK_BYTES, end)]
                 hasher.update(chunk)
-                write_all(self._files, direct, chunk, start)
+                write_all(self.files, direct, chunk, start)
         finally:
-            self._files.close(direct)
+            self.files.close(direct)
         return end
 
-    def _staged_path(self, branch: str, size: int) -> tuple[str, bool]:
+    def digest_mapped(self, image: Bytes, buffer: PooledBuffer) -> StagedObject:
+        """The staged object that a filled mapping already is."""
+        assert buffer.path is not None
+        digest = xxhash.xxh3_128_hexdigest(image.data)
+        return StagedObject(digest=digest, bytes=len(image), path=buffer.path, buffer=buffer)
+
+    def staged_name(self, branch: str) -> str:
+        """A new name for a file being staged."""
+        return f"{self.spare_directory}/staged.{branch_token(branch)}.{os.urandom(8).hex()}"
+
+    def rename(self, source: str, target: str) -> None:
+        self.files.rename(source, target)
+
+    def staged_path(self, branch: str, size: int) -> tuple[str, bool]:
         """A staged file of the right size: a spare one when there is one, else a new name."""
-        staged = f"{self.spare_directory}/staged.{branch_token(branch)}.{os.urandom(8).hex()}"
+        staged = self.staged_name(branch)
         while (free := self._take_free(size)) is not None:
             try:
-                self._files.rename(free, staged)
+                self.files.rename(free, staged)
             except FileNotFoundError:
                 continue  # another process took it
             return staged, False
@@ -187,7 +201,7 @@ class ObjectFiles:
         with self._lock:
             if self._free is None:
                 self._free = {}
-                for name in self._files.list(self.spare_directory):
+                for name in self.files.list(self.spare_directory):
                     if (length := free_bytes_of(name)) is not None:
                         self._free.setdefault(length, []).append(f"{self.spare_directory}/{name}")
             waiting = self._free.get(size)
@@ -199,20 +213,24 @@ class ObjectFiles:
         """Make a staged file's bytes durable."""
         file = self._open_files.get(staged.path)
         if file is not None:
-            self._files.fdatasync(file)
+            self.files.fdatasync(file)
 
     def place(self, staged: StagedObject) -> None:
         """Give a synced staged file its content name, replacing a leftover of that name."""
         self._close(staged)
-        self._files.rename(staged.path, self.path(staged.digest))
+        self.files.rename(staged.path, self.path(staged.digest))
+        if staged.buffer is not None:
+            staged.buffer.path = self.path(staged.digest)
         self._verified.add(staged.digest)
 
     def sync_directory(self) -> None:
-        self._files.sync_directory(self.directory)
+        self.files.sync_directory(self.directory)
 
     def drop(self, staged: StagedObject) -> None:
-        """Give a staged file back for reuse."""
+        """Give a staged file back for reuse; a mapped one goes back with its buffer."""
         self._close(staged)
+        if staged.buffer is not None:
+            return
         self._to_spare(staged.path, staged.bytes)
 
     def retire(self, retired: Iterable[Retired]) -> None:
@@ -223,26 +241,44 @@ class ObjectFiles:
             try:
                 if item.digest in self._mapped:
                     # Views of it are alive in this process: keep their bytes, give up the file.
-                    self._files.unlink(path)
+                    self.files.unlink(path)
                 else:
                     self._to_spare(path, item.bytes)
             except FileNotFoundError:
                 continue
 
-    def _to_spare(self, path: str, size: int) -> None:
+    def hold(self, digest: str, buffer: PooledBuffer) -> None:
+        """Take a retired mapped object out of `objects/`; it is free when its buffer is."""
+        self._verified.discard(digest)
+        held = f"{self.spare_directory}/held.{buffer.size_bytes}.{os.urandom(8).hex()}"
+        self.files.rename(self.path(digest), held)
+        buffer.path = held
+
+    def set_free(self, path: str, size: int) -> str:
+        """Give a file of `spare/` the name of one that waits for reuse; return it."""
         free = f"{self.spare_directory}/free.{size}.{os.urandom(8).hex()}"
-        self._files.rename(path, free)
+        self.files.rename(path, free)
+        return free
+
+    def _to_spare(self, path: str, size: int) -> None:
+        free = self.set_free(path, size)
         with self._lock:
             if self._free is not None:
                 self._free.setdefault(size, []).append(free)
 
     def reclaim_staged(self, branch: str) -> list[str]:
-        """Take back what a dead writer of `branch` had staged. The caller holds its lock."""
+        """Take back what a dead writer of `branch` had staged. The caller holds its lock.
+
+        Held files are given up: if their process lives, its mappings keep their bytes.
+        """
+        for name in self.files.list(self.spare_directory):
+            if name.startswith("held."):
+                self.files.unlink(f"{self.spare_directory}/{name}")
         prefix = f"staged.{branch_token(branch)}."
-        names = [n for n in self._files.list(self.spare_directory) if n.startswith(prefix)]
+        names = [n for n in self.files.list(self.spare_directory) if n.startswith(prefix)]
         for name in names:
             path = f"{self.spare_directory}/{name}"
-            self._to_spare(path, self._files.status(path).size_bytes)
+            self._to_spare(path, self.files.status(path).size_bytes)
         return names
 
 

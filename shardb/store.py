@@ -8,13 +8,14 @@ a branch may run in several threads; the log's lock orders everything that chang
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from types import TracebackType
 
 from shardb import format as store_format
 from shardb import opening, records, refs
 from shardb.appending import Appender
-from shardb.buffers import BufferPool, Bytes
+from shardb.buffers import BufferPool, Bytes, Pool, PooledBuffer
 from shardb.cache import ImageCache
 from shardb.errors import (
     ConflictError,
@@ -27,6 +28,7 @@ from shardb.layout import check_name
 from shardb.leases import Lease, Leases
 from shardb.locks import Locks
 from shardb.log import Log
+from shardb.mapped import MappedPool
 from shardb.objects import ObjectFiles, StagedObject
 from shardb.read_view import ReadView
 from shardb.records import Commit, Record, ShardEntry, new_record
@@ -62,8 +64,9 @@ class Store:
         self.locks = Locks(files, root)
         self.leases = Leases(files, root)
         self.objects = ObjectFiles(files, root, verify=verify)
-        self.buffers = BufferPool(cache_bytes)
-        self.cache = ImageCache(self.buffers, cache_bytes)
+        self.mapped = files.kind(root).startswith("memory:")
+        self.buffers: Pool = MappedPool(self.objects) if self.mapped else BufferPool(cache_bytes)
+        self.cache = ImageCache(self.buffers, sys.maxsize if self.mapped else cache_bytes)
         self.appender = Appender(self)
         self.writer = BackgroundWriter(threads=writer_threads, max_pending=max_pending_writes)
         try:
@@ -174,8 +177,12 @@ class Store:
     def transaction_closed(self, transaction: Transaction) -> None:
         self._transactions.pop(transaction.branch, None)
 
-    def write_object(self, name: str, image: Bytes, branch: str) -> StagedObject:
+    def write_object(
+        self, name: str, image: Bytes, buffer: PooledBuffer, branch: str
+    ) -> StagedObject:
         """Write a sealed image to a staged file (called in a writer thread)."""
+        if buffer.path is not None:
+            return self.objects.digest_mapped(image, buffer)
         with self.appender.errors(f"writing shard {name!r}", needed_bytes=len(image)):
             return self.objects.write(image, branch)
 

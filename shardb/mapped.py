@@ -1,0 +1,60 @@
+"""Buffers of a store in memory (tmpfs): each one is the mapping of an object file itself.
+
+Filling a staged image is writing its file; committing it is a rename, which keeps the mapping, so a
+page-locked registration of it stays valid for the life of the process. Owns the mappings and the
+names of the files that wait for reuse. Used only where the medium is memory: on a disk, mapped
+writes are slower than direct ones and their errors come too late.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from shardb.buffers import PooledBuffer
+from shardb.filesystem import CREATE, EXCLUSIVE, WRITE, opened
+from shardb.objects import ObjectFiles
+
+
+class MappedPool:
+    """Object files waiting for their next use, mapped."""
+
+    def __init__(self, objects: ObjectFiles) -> None:
+        self._objects = objects
+        self._free: dict[int, list[PooledBuffer]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, length: int, branch: str) -> PooledBuffer:
+        """A mapped file of exactly `length` bytes under a staged name, of arbitrary content."""
+        while (buffer := self._waiting(length)) is not None:
+            assert buffer.path is not None
+            staged = self._objects.staged_name(branch)
+            try:
+                self._objects.rename(buffer.path, staged)
+            except FileNotFoundError:
+                continue  # `gc` took the file; its mapping goes with it
+            buffer.path = staged
+            buffer.reuse()
+            return buffer
+        path, fresh = self._objects.staged_path(branch, length)
+        files = self._objects.files
+        with opened(files, path, WRITE | (CREATE | EXCLUSIVE if fresh else 0)) as file:
+            if fresh:
+                # Reserved now: a full RAM disk must be an error here, not a SIGBUS while filling.
+                files.allocate(file, length, keep_size=False)
+            mapping = files.map(file, length, writable=True)
+        return PooledBuffer(mapping, path)
+
+    def put_back(self, buffer: PooledBuffer) -> None:
+        """Keep a file for reuse; called when the last array over it is gone."""
+        assert buffer.path is not None
+        try:
+            buffer.path = self._objects.set_free(buffer.path, buffer.size_bytes)
+        except OSError:
+            return  # the file is gone or cannot be renamed: the next writer reclaims it
+        with self._lock:
+            self._free.setdefault(buffer.size_bytes, []).append(buffer)
+
+    def _waiting(self, length: int) -> PooledBuffer | None:
+        with self._lock:
+            waiting = self._free.get(length)
+            return waiting.pop() if waiting else None
