@@ -48,6 +48,7 @@ def command(
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="A tokenizer.json of your own.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "cpu",
+    allow_network: Annotated[bool, typer.Option(help="Read from a network file system.")] = False,
 ) -> int:
     """Stream text to standard output."""
     # torch takes seconds, and help should not.
@@ -58,7 +59,7 @@ def command(
     if max_new_tokens < 1:
         raise InputError(f"--max-new-tokens is {max_new_tokens}: give 1 or more")
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    with shardb.open(store) as opened, opened.at(ref=ref) as view:
+    with shardb.open(store, allow_network=allow_network) as opened, opened.at(ref=ref) as view:
         pieces = generated_text(
             view,
             prompt,

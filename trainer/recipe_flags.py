@@ -51,6 +51,7 @@ _COMMAND = _flags(
     ("store", str, "The run's store, made if it does not exist; holds the step log in logs/."),
     ("dry_run", bool, "Print model, parameter count, shards and budgets, and stop."),
     ("json", bool, "With --dry-run: print it as JSON."),
+    ("allow_network", bool, "Use a network file system: only one machine may ever open the store."),
     ("accept_changed_data", bool, "Go on although the training data is not what the run began on."),
 )
 _MODEL = _flags(

@@ -63,7 +63,7 @@ class Run:
         started = time.perf_counter()
         with self.store.begin(BRANCH) as txn:
             self._check_base(txn)
-            metrics = self._train(txn, started)
+            metrics, timings = self._train(txn, started)
             pending_writes = self.store.writer.pending
             commit_started = time.perf_counter()
             self.head = self._commit(txn, metrics)
@@ -75,10 +75,11 @@ class Run:
             "tokens_per_second": metrics["tokens"] / (now - started),
             "commit_seconds": now - commit_started,
             "pending_writes": pending_writes,
+            "timings": timings,
         }
 
-    def _train(self, txn: Transaction, started: float) -> dict[str, Any]:
-        """Stage the next step of every shard, and give the metrics of its commit."""
+    def _train(self, txn: Transaction, started: float) -> tuple[dict[str, Any], dict[str, float]]:
+        """Stage the next step of every shard; give its commit's metrics, and where time went."""
         step, cursor = self.head.step + 1, Cursor.of(self.head)
         if self.unrecorded:
             write_meta(txn, self.recipe, None)
@@ -92,13 +93,13 @@ class Run:
             "tokens_seen": cursor.tokens_seen + result.tokens,
             "batch_digest": digest_of(micro_batches),
         }
-        metrics["timings"] = {**result.timings, "data_load_seconds": data_seconds}
         if self._validation_is_due(step):
             metrics |= self._validate(txn)
         if self.unrecorded:
             metrics["recipe_changes"] = {k: list(pair) for k, pair in self.unrecorded.items()}
         seconds = time.perf_counter() - started
-        return metrics | {"seconds": seconds, "tokens_per_second": result.tokens / seconds}
+        metrics |= {"seconds": seconds, "tokens_per_second": result.tokens / seconds}
+        return metrics, {**result.timings, "data_load_seconds": data_seconds}
 
     def _commit(self, txn: Transaction, metrics: Mapping[str, Any]) -> Commit:
         cursor = Cursor(

@@ -76,7 +76,8 @@ def train(given: Given, request: StopRequest, say: Callable[[str], None]) -> int
     """Do what the flags say; give the exit code. `say` answers a question that trains nothing."""
     notes = check_given(given)
     path = Path(given["store"])
-    stored = _look(path)
+    allow_network = bool(given.get("allow_network"))
+    stored = _look(path, allow_network)
     if stored is not None and not given.get("dry_run"):
         finished = _finished_text(stored, given)
         if finished is not None:
@@ -98,7 +99,7 @@ def train(given: Given, request: StopRequest, say: Callable[[str], None]) -> int
         if request.stop_signal is not None:
             return request.exit_code
         path.absolute().parent.mkdir(parents=True, exist_ok=True)
-        return _carry_out(plan, progress, request)
+        return _carry_out(plan, progress, request, allow_network=allow_network)
     finally:
         progress.close()
 
@@ -121,10 +122,10 @@ def engine_for(recipe: Recipe, settings: Settings) -> Engine:
     return Engine(recipe.model, options, Device.from_name(recipe.device))
 
 
-def _look(path: Path) -> StoredRun | None:
+def _look(path: Path, allow_network: bool) -> StoredRun | None:
     """Read what the store holds; None when a run may begin there."""
     if (path / FORMAT_FILE).exists():
-        with shardb.open(path) as store:
+        with shardb.open(path, allow_network=allow_network) as store:
             stored = read_stored_run(store)
             if stored is None:
                 _refuse_lost_head(path, store)
@@ -232,7 +233,7 @@ def _plan_resumed(path: Path, stored: StoredRun, given: Given, notes: list[str])
     )
 
 
-def _carry_out(plan: Plan, progress: Progress, request: StopRequest) -> int:
+def _carry_out(plan: Plan, progress: Progress, request: StopRequest, *, allow_network: bool) -> int:
     """Open the store, step until the end, and say how it ended."""
     engine = engine_for(plan.recipe, plan.settings)
     background = plan.settings.async_shard_writes
@@ -241,6 +242,7 @@ def _carry_out(plan: Plan, progress: Progress, request: StopRequest) -> int:
         create=True,
         writer_threads=2 if background else 1,
         max_pending_writes=plan.settings.max_pending_shard_writes if background else 1,
+        allow_network=allow_network,
     ) as store:
         head = _head(plan, store, engine)
         _say_start(plan, store, head, progress)
