@@ -48,6 +48,7 @@ class FileStatus:
     size_bytes: int
     modified_ns: int
     inode: int
+    device: int
     allocated_bytes: int
     is_directory: bool
 
@@ -140,6 +141,7 @@ class RealFileSystem:
             size_bytes=stat.st_size,
             modified_ns=stat.st_mtime_ns,
             inode=stat.st_ino,
+            device=stat.st_dev,
             allocated_bytes=stat.st_blocks * 512,
             is_directory=os.path.isdir(path),
         )

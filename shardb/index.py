@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypeVar
 import lmdb
 import msgpack
 
-from shardb.errors import ShardbError, StorageFailedError, StorageFullError
+from shardb.errors import ShardbError, StorageFailedError, StorageFullError, UsageError
 from shardb.filesystem import FileSystem
 from shardb.log import START, Position
 from shardb.state import TABLES
@@ -26,6 +26,7 @@ from shardb.state import TABLES
 # Address space, not disk: the file grows as needed. Never changed while a process may have it open.
 MAP_BYTES = 16 << 30
 READERS_MAX = 512
+KEY_BYTES_MAX = 511
 T = TypeVar("T")
 
 
@@ -37,7 +38,10 @@ class LmdbTables:
         self._databases = databases
 
     def get(self, table: str, key: str) -> Any:
-        value = self._transaction.get(key.encode(), db=self._databases[table])
+        name = key.encode(errors="replace")
+        if not 0 < len(name) <= KEY_BYTES_MAX:
+            return None  # LMDB refuses to look for what it could not hold
+        value = self._transaction.get(name, db=self._databases[table])
         return None if value is None else msgpack.unpackb(value, raw=False)
 
     def put(self, table: str, key: str, value: Any) -> None:
@@ -66,7 +70,7 @@ class _SharedEnvironment:
     """
 
     lock: ClassVar[threading.Lock] = threading.Lock()
-    opened: ClassVar[dict[tuple[int, int], _SharedEnvironment]] = {}
+    opened: ClassVar[dict[tuple[int, int, int], _SharedEnvironment]] = {}
 
     def __init__(self, directory: str) -> None:
         self.users = 0
@@ -94,7 +98,9 @@ class Index:
         self._files = files
         self.path = f"{directory}/data.mdb"
         self._owner = os.getpid()
-        self._key = (self._owner, files.status(directory).inode)
+        self._closed = False
+        status = files.status(directory)
+        self._key = (self._owner, status.device, status.inode)
         with _SharedEnvironment.lock:
             shared = _SharedEnvironment.opened.get(self._key)
             if shared is None:
@@ -106,16 +112,19 @@ class Index:
 
     def read(self, body: Callable[[LmdbTables], T]) -> T:
         """Run `body` over one consistent state of the tables."""
-        self._check_process()
-        with self._environment.begin() as transaction:
-            return body(LmdbTables(transaction, self._databases))
+        self.check_open()
+        try:
+            with self._environment.begin() as transaction:
+                return body(LmdbTables(transaction, self._databases))
+        except lmdb.Error as error:
+            raise _storage_error(error, self.path) from error
 
     def write(self, body: Callable[[LmdbTables], T]) -> T:
         """Run `body` in a write transaction: all of its changes or none.
 
         Raises StorageFullError or StorageFailedError when LMDB cannot write.
         """
-        self._check_process()
+        self.check_open()
         try:
             with self._environment.begin(write=True) as transaction:
                 result = body(LmdbTables(transaction, self._databases))
@@ -132,17 +141,21 @@ class Index:
 
     def exclude(self, body: Callable[[LmdbTables], T]) -> T:
         """Run `body`, which only reads, while no other process can be in a write transaction."""
-        self._check_process()
-        transaction = self._environment.begin(write=True)
+        self.check_open()
         try:
-            return body(LmdbTables(transaction, self._databases))
-        finally:
-            transaction.abort()
+            transaction = self._environment.begin(write=True)
+            try:
+                return body(LmdbTables(transaction, self._databases))
+            finally:
+                transaction.abort()
+        except lmdb.Error as error:
+            raise _storage_error(error, self.path) from error
 
     def close(self) -> None:
-        """Close the environment with its last user in this process."""
-        if self._owner != os.getpid():
+        """Close the environment with its last user in this process; once is enough."""
+        if self._owner != os.getpid() or self._closed:
             return
+        self._closed = True
         with _SharedEnvironment.lock:
             shared = _SharedEnvironment.opened[self._key]
             shared.users -= 1
@@ -150,8 +163,15 @@ class Index:
                 del _SharedEnvironment.opened[self._key]
                 shared.environment.close()
 
-    def _check_process(self) -> None:
-        assert self._owner == os.getpid(), "an index must not be used in a forked child: reopen"
+    def check_open(self) -> None:
+        """Raise UsageError when the store was closed, or opened in another process."""
+        if self._closed:
+            raise UsageError("this store is closed; open it again")
+        if self._owner != os.getpid():
+            raise UsageError(
+                f"this store was opened in process {self._owner} and must not be used in a forked "
+                "child; open it there"
+            )
 
 
 def applied_position(tables: Any) -> Position:

@@ -13,12 +13,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import time
 from dataclasses import dataclass
 from typing import Any
 
-from shardb.filesystem import CREATE, EXCLUSIVE, READ, WRITE, FileSystem, opened, write_all
+from shardb.filesystem import (
+    CREATE,
+    EXCLUSIVE,
+    READ,
+    WRITE,
+    FileSystem,
+    close_quietly,
+    opened,
+    write_all,
+)
+
+LEASE_PATTERN = re.compile(r"^[0-9a-f]{32}\.[0-9a-f]{16}$")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +40,7 @@ class Lease:
     commit: str
     path: str
     file: int
-    inode: int
+    inode: int | None
 
 
 class Leases:
@@ -37,6 +49,7 @@ class Leases:
     def __init__(self, files: FileSystem, root: str) -> None:
         self._files = files
         self.directory = f"{root}/leases"
+        self._held: dict[str, Lease] = {}
 
     def take(self, commit: str) -> Lease:
         """Create and lock a lease file. The caller then checks that the commit is live."""
@@ -44,12 +57,21 @@ class Leases:
         file = self._files.open(path, WRITE | CREATE | EXCLUSIVE)
         try:
             self._files.lock(file, exclusive=True, blocking=True)
-            inode = self._files.status(path).inode
+            inode = self._inode(path)
             self._describe(file)
         except BaseException:
             self._files.close(file)
             raise
-        return Lease(commit=commit, path=path, file=file, inode=inode)
+        lease = Lease(commit=commit, path=path, file=file, inode=inode)
+        self._held[path] = lease
+        return lease
+
+    def _inode(self, path: str) -> int | None:
+        """The inode of a lease file; None when it was taken for a dead one before it was locked."""
+        try:
+            return self._files.status(path).inode
+        except FileNotFoundError:
+            return None
 
     def _describe(self, file: int) -> None:
         """Say who holds the lease. Only for people: a full disk must not stop a reader."""
@@ -61,13 +83,12 @@ class Leases:
 
     def still_there(self, lease: Lease) -> bool:
         """Whether nobody took the lease for a dead one between its creation and its lock."""
-        try:
-            return self._files.status(lease.path).inode == lease.inode
-        except FileNotFoundError:
-            return False
+        return lease.inode is not None and self._inode(lease.path) == lease.inode
 
     def release(self, lease: Lease) -> None:
-        """Give a lease up."""
+        """Give a lease up; does nothing when it was given up already."""
+        if self._held.pop(lease.path, None) is None:
+            return
         try:
             self._files.unlink(lease.path)
         except FileNotFoundError:
@@ -75,9 +96,20 @@ class Leases:
         finally:
             self._files.close(lease.file)
 
+    def release_all(self) -> None:
+        """Give up every lease that this store still holds."""
+        for lease in list(self._held.values()):
+            self.release(lease)
+
+    def abandon(self) -> None:
+        """In a forked child: the leases stay the parent's, and must not outlive it."""
+        for lease in self._held.values():
+            close_quietly(self._files, lease.file)
+        self._held.clear()
+
     def leased_commits(self) -> set[str]:
         """Commits with a live lease. Leases of dead owners are removed on the way."""
-        return {name.split(".")[0] for name in self._names() if self._alive(name)}
+        return {name.split(".")[0] for name in self._names() if self._is_alive(name)}
 
     def describe_all(self) -> list[dict[str, Any]]:
         """Live leases with their owners, for people; removes nothing."""
@@ -95,9 +127,10 @@ class Leases:
         return found
 
     def _names(self) -> list[str]:
-        return self._files.list(self.directory)
+        return [n for n in self._files.list(self.directory) if LEASE_PATTERN.match(n)]
 
-    def _alive(self, name: str) -> bool:
+    def _is_alive(self, name: str) -> bool:
+        """Whether somebody holds a lease; one that cannot be asked counts as held."""
         path = f"{self.directory}/{name}"
         try:
             with opened(self._files, path, READ) as file:
@@ -106,6 +139,8 @@ class Leases:
                 self._files.unlink(path)
         except FileNotFoundError:
             return False
+        except OSError:
+            return True
         return False
 
 

@@ -2,7 +2,8 @@
 
 `wal`: held for the moment of an append or a catch-up. `index`: held shared by every process that
 has the index open, so that one that comes alone knows it is alone. `branch-<name>`: held by the
-writer of a branch; its content says who that is. A lock dies with its owner.
+writer of a branch; its content says who that is. A lock dies with its owner: a forked child
+gives up its copies at once, so that it cannot hold them for a dead parent.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +20,9 @@ from typing import Any
 from shardb.errors import BranchLockedError
 from shardb.filesystem import CREATE, WRITE, FileSystem, close_quietly, write_all
 from shardb.objects import branch_token
+
+TAKE_ATTEMPTS = 5
+TAKE_PAUSE_SECONDS = 0.01
 
 
 class Locks:
@@ -29,20 +34,23 @@ class Locks:
         self._branches: dict[str, int] = {}
         self._wal: int | None = None
         self._index: int | None = None
+        # flock(2) keeps processes apart; threads of this one share the descriptor, and the lock.
+        self._wal_of_thread = threading.Lock()
 
     def _open(self, name: str) -> int:
         return self._files.open(f"{self.directory}/{name}", WRITE | CREATE)
 
     @contextmanager
     def wal(self) -> Iterator[None]:
-        """Hold the log's lock for a block."""
-        if self._wal is None:
-            self._wal = self._open("wal")
-        self._files.lock(self._wal, exclusive=True, blocking=True)
-        try:
-            yield
-        finally:
-            self._files.unlock(self._wal)
+        """Hold the log's lock for a block, against other processes and other threads."""
+        with self._wal_of_thread:
+            if self._wal is None:
+                self._wal = self._open("wal")
+            self._files.lock(self._wal, exclusive=True, blocking=True)
+            try:
+                yield
+            finally:
+                self._files.unlock(self._wal)
 
     def share_index(self) -> bool:
         """Take the index's lock; True when no other process has the index open."""
@@ -62,7 +70,7 @@ class Locks:
         path = f"{self.directory}/branch-{branch_token(branch)}"
         file = self._files.open(path, WRITE | CREATE)
         try:
-            if not self._files.lock(file, exclusive=True, blocking=False):
+            if not self._lock_branch(file):
                 raise BranchLockedError(
                     f"branch {branch!r} already has a writer: {self._owner_text(file)}. Wait for "
                     "it, stop it, or write to another branch",
@@ -73,6 +81,15 @@ class Locks:
             self._files.close(file)
             raise
         self._branches[branch] = file
+
+    def _lock_branch(self, file: int) -> bool:
+        """Try a few times: somebody who only asks whether there is a writer lets go at once."""
+        for attempt in range(TAKE_ATTEMPTS):
+            if self._files.lock(file, exclusive=True, blocking=False):
+                return True
+            if attempt + 1 < TAKE_ATTEMPTS:
+                time.sleep(TAKE_PAUSE_SECONDS)
+        return False
 
     def holds_branch(self, branch: str) -> bool:
         """Whether this store is the writer of a branch."""
@@ -87,7 +104,7 @@ class Locks:
             return False
         file = self._files.open(path, WRITE)
         try:
-            return not self._files.lock(file, exclusive=True, blocking=False)
+            return not self._files.lock(file, exclusive=False, blocking=False)
         finally:
             self._files.close(file)
 
@@ -97,6 +114,7 @@ class Locks:
             close_quietly(self._files, file)
 
     def close(self) -> None:
+        """Give up every lock; in a forked child only its copies of the descriptors."""
         for branch in list(self._branches):
             self.release_branch(branch)
         for file in (self._wal, self._index):
