@@ -16,8 +16,8 @@ import zstandard
 from trainer.errors import InputError
 
 BLOCK_BYTES: Final = 1 << 18
-# A packed block can unpack to some thousand times its size, so packed files are read in small ones.
-_PACKED_BLOCK_BYTES = 1 << 14
+# Packed bytes can unpack to some ten thousand times their size, so few are unpacked at a time.
+_PACKED_BYTES = 1 << 10
 _WINDOW_BYTES_MAX = 1 << 27
 
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
@@ -56,7 +56,10 @@ class SourceBytes:
                 file.seek(0)
                 self._refuse_foreign(head)
                 self.is_packed = head.startswith(_ZSTD_MAGIC)
-                yield from self._unpacked(file) if self.is_packed else self._raw(file, BLOCK_BYTES)
+                if self.is_packed:
+                    yield from gathered(self._unpacked(file), BLOCK_BYTES)
+                else:
+                    yield from self._raw(file, BLOCK_BYTES)
         except OSError as error:
             raise InputError(f"{self.path}: cannot be read ({error.strerror})") from error
 
@@ -78,7 +81,7 @@ class SourceBytes:
         """Yield the content of every frame; a missing end is an error, not the end of the text."""
         unpacker = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES_MAX)
         frame, is_inside = unpacker.decompressobj(), False
-        for block in self._raw(file, _PACKED_BLOCK_BYTES):
+        for block in self._raw(file, _PACKED_BYTES):
             rest = block
             while rest:
                 try:
@@ -98,6 +101,20 @@ class SourceBytes:
                 f"{self.path}: the zstd data is cut off at byte {self.byte_count:,}; "
                 "get the file again"
             )
+
+
+def gathered(blocks: Iterator[bytes], size: int) -> Iterator[bytes]:
+    """Join blocks until they have at least `size` bytes."""
+    parts: list[bytes] = []
+    length = 0
+    for block in blocks:
+        parts.append(block)
+        length += len(block)
+        if length >= size:
+            yield b"".join(parts)
+            parts, length = [], 0
+    if parts:
+        yield b"".join(parts)
 
 
 def refuse_unreadable(path: Path) -> None:

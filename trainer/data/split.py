@@ -169,7 +169,7 @@ class WholeSplitter:
 
 def paragraph_end(text: str, at: int) -> int:
     """Return the first end of a paragraph, line or word at or after `at`, if one is near."""
-    most = at + max(1, (len(text) - at) // 2)
+    most = at + (len(text) - at) // 2
     for mark in ("\n\n", "\n", " "):
         place = text.find(mark, at, most)
         if place >= 0:
@@ -191,6 +191,8 @@ def choose_splitter(scan: Scan, seed: int) -> HashSplitter | TailSplitter:
         limit = hash_value + 1
         if characters >= least:
             break
+    # One document may be more than the share of val, but not one far above the others.
+    most = min(4 * max(share, scan.characters / scan.documents), scan.characters / 2)
     if least <= characters <= most:
         return HashSplitter(limit=limit, seed=seed)
     return _tail_splitter(scan, seed)
