@@ -124,7 +124,8 @@ def engine_for(recipe: Recipe, settings: Settings) -> Engine:
 
 def _look(path: Path, allow_network: bool) -> StoredRun | None:
     """Read what the store holds; None when a run may begin there."""
-    if (path / FORMAT_FILE).exists():
+    # Objects are written only after FORMAT was: without it they mean damage, which opening tells.
+    if (path / FORMAT_FILE).exists() or _has_entries(path / "objects"):
         with shardb.open(path, allow_network=allow_network) as store:
             stored = read_stored_run(store)
             if stored is None:
@@ -155,8 +156,11 @@ def _refuse_lost_head(path: Path, store: Store) -> None:
 
 def _may_become_store(path: Path) -> bool:
     """Whether a folder is empty, or holds only what a store's making left when it died."""
-    names = {entry.name for entry in os.scandir(path)}
-    return not names or "wal" in names
+    return not _has_entries(path) or (path / "wal").is_dir()
+
+
+def _has_entries(folder: Path) -> bool:
+    return folder.is_dir() and any(True for _ in os.scandir(folder))
 
 
 def _finished_text(stored: StoredRun, given: Given) -> str | None:

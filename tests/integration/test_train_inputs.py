@@ -230,6 +230,20 @@ def test_a_run_never_starts_empty_where_history_exists(
     assert [entry.name for entry in store.iterdir()] == ["logs"]
 
 
+def test_a_store_that_lost_its_format_file_is_refused(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "run"
+    args = arguments(store, data, "--max-steps", "2")
+    assert train_here(args) == 0
+    (store / "FORMAT").unlink()
+    shutil.rmtree(store / "logs")
+    for again in (args, arguments(store)):
+        capsys.readouterr()
+        assert train_here(again) == 3
+        assert "FORMAT" in capsys.readouterr().err
+
+
 def test_a_store_without_commits_is_begun(data: Path, tmp_path: Path) -> None:
     store = tmp_path / "run"
     shardb.open(store, create=True).close()
