@@ -89,14 +89,14 @@ def state_of(cursor: Cursor, recipe: Recipe, settings: Settings) -> dict[str, An
 
 def lines_since(store: Store, head: Commit, last_step: int) -> Iterator[dict[str, Any]]:
     """Make the step-log lines after `last_step` up to `head` again, from the store's log."""
-    records = (record for record in store.history() if record["kind"] == "commit")
-    commits = {record["id"]: record for record in records}
-    chain = []
-    at: Commit | None = head
-    while at is not None and at.step > last_step:
-        chain.append(at)
-        record = commits.get(at.parent or "")
-        at = Commit.from_record(record) if record is not None else None
+    if head.step <= last_step:
+        return
+    chain = [head]
+    if head.step > last_step + 1:
+        # Only a power cut loses more than one line: the whole log is read for that alone.
+        commits = {r["id"]: r for r in store.history() if r["kind"] == "commit"}
+        while (record := commits.get(chain[-1].parent or "")) and record["step"] > last_step:
+            chain.append(Commit.from_record(record))
     for commit in reversed(chain):
         yield line_of(commit, durable_step=commit.step) | {"rebuilt": True}
 

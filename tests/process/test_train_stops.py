@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import shardb
+from shardb import branching
 from tests.support.training import (
     TrainProcess,
     arguments,
@@ -161,3 +162,19 @@ def test_a_finished_run_says_so(
     assert train_here(arguments(store)) == 0
     assert "has 2 steps already" in capsys.readouterr().out
     assert step_records(store) == before
+
+
+def test_a_run_that_was_rewound_trains_the_same_steps_again(data: Path, tmp_path: Path) -> None:
+    store = tmp_path / "run"
+    assert train_here(arguments(store, data, "--max-steps", "3", "--snapshot-every", "3")) == 0
+    assert train_here(arguments(store, None, "--max-steps", "6", "--snapshot-every", "0")) == 0
+    before = step_lines(store)
+    with shardb.open(store) as opened:
+        last = opened.resolve().shards
+        branching.rewind(opened, "main", "step-3")
+    assert train_here(arguments(store, None, "--max-steps", "6")) == 0
+    after = step_lines(store)
+    assert [line["step"] for line in after] == [1, 2, 3, 4, 5, 6]
+    assert [line["loss"] for line in after] == [line["loss"] for line in before]
+    with shardb.open(store) as opened:
+        assert opened.resolve().shards == last
