@@ -28,8 +28,6 @@ def create_branch(store: Store, name: str, ref: str | None = None) -> Commit:
     snapshot has the name, UsageError for a bad name, NotFoundError when `ref` names nothing.
     """
     check_name(name, "branch")
-    if refs.STEP_PATTERN.match(name):
-        raise UsageError(f"branch {name!r}: names of the form step-N mean steps; choose another")
     found: list[Commit] = []
 
     def make(tables: Tables) -> Record | None:
@@ -38,8 +36,7 @@ def create_branch(store: Store, name: str, ref: str | None = None) -> Commit:
         row = tables.get("branches", name)
         if row is not None and row["head"] != commit.id:
             raise ConflictError(f"branch {name!r} exists and is at commit {row['head']}")
-        if tables.get("snapshots", name) is not None:
-            raise ConflictError(f"{name!r} is a snapshot; choose another name for the branch")
+        refs.check_new_branch(tables, name)
         return None if row is not None else new_record("branch", name=name, commit=commit.id)
 
     store.appender.change(make)

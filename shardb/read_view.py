@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from shardb import refs
-from shardb.errors import NotFoundError
+from shardb.errors import NotFoundError, UsageError
 from shardb.leases import Lease
 from shardb.records import Commit
 from shardb.views import ShardView
@@ -32,7 +32,8 @@ class ReadView:
 
     def read(self, name: str) -> ShardView:
         """One shard; NotFoundError when the commit has no such shard."""
-        assert self._lease is not None, "the view is closed"
+        if self._lease is None:
+            raise UsageError("this view is closed; what it read may be recycled by now")
         entry = self.commit.shards.get(name)
         if entry is None:
             raise NotFoundError(refs.no_such("shard", name, self.commit.shards))

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-from shardb.errors import NotFoundError, UsageError
+from shardb.errors import ConflictError, NotFoundError, UsageError
 from shardb.records import Commit
 from shardb.state import DEFAULT_BRANCH, Tables
 
-STEP_PATTERN = re.compile(r"^step-(\d+)$")
+STEP_PATTERN = re.compile(r"^step-([0-9]{1,18})\Z")
 PREFIX_LENGTH_MIN = 4
 SHOWN_MAX = 12
 
@@ -64,6 +65,41 @@ def resolve(tables: Tables, ref: str | None, *, branch: str = DEFAULT_BRANCH) ->
     raise NotFoundError(no_such("branch, snapshot, step or commit", ref, [*names, *steps]))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """A commit named in one way: the name of a branch is not looked up among snapshots."""
+
+    ref: str | None = None
+    branch: str | None = None
+    snapshot: str | None = None
+    step: int | None = None
+    commit: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse two names at once: they could contradict each other."""
+        given = [name for name in self.__slots__ if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise UsageError(f"a commit is named in one way, not by {' and '.join(given)}")
+
+    def find(self, tables: Tables) -> Commit:
+        """The retained commit; NotFoundError with near matches."""
+        if self.branch is not None:
+            return _named("branch", self.branch, branch_heads(tables))
+        if self.snapshot is not None:
+            return _named("snapshot", self.snapshot, snapshot_commits(tables))
+        if self.commit is not None:
+            return _named("commit", self.commit, {c.id: c for c in live_commits(tables)})
+        if self.step is not None:
+            return commit_of_step(tables, self.step)
+        return resolve(tables, self.ref)
+
+
+def _named(what: str, name: str, known: Mapping[str, Commit]) -> Commit:
+    if name not in known:
+        raise NotFoundError(no_such(what, name, known))
+    return known[name]
+
+
 def commit_of_step(tables: Tables, step: int, *, branch: str = DEFAULT_BRANCH) -> Commit:
     """The retained commit of a step; NotFoundError lists the steps that are retained.
 
@@ -104,6 +140,14 @@ def snapshot_target(tables: Tables, name: str, ref: str | None) -> Commit:
             "choose another name"
         )
     return commit
+
+
+def check_new_branch(tables: Tables, name: str) -> None:
+    """Raise UsageError or ConflictError when a new branch of this name would hide something."""
+    if STEP_PATTERN.match(name):
+        raise UsageError(f"branch {name!r}: names of the form step-N mean steps; choose another")
+    if tables.get("snapshots", name) is not None:
+        raise ConflictError(f"{name!r} is a snapshot; choose another name for the branch")
 
 
 def no_such(what: str, name: str, existing: Iterable[str]) -> str:

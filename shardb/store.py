@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Iterator
+from functools import partial
 from types import TracebackType
 
 from shardb import format as store_format
@@ -19,7 +21,6 @@ from shardb.buffers import BufferPool, Bytes, Pool, PooledBuffer
 from shardb.cache import ImageCache
 from shardb.errors import (
     ConflictError,
-    NotFoundError,
     SnapshotExistsError,
 )
 from shardb.filesystem import FileSystem, RealFileSystem
@@ -38,6 +39,8 @@ from shardb.storage_errors import storage_errors
 from shardb.transaction import Transaction
 from shardb.views import ShardView
 from shardb.writer import BackgroundWriter
+
+LEASE_ATTEMPTS = 100
 
 
 class Store:
@@ -75,6 +78,8 @@ class Store:
             self.writer.close()
             self.locks.close()
             raise
+        self._left_to_parent = False
+        os.register_at_fork(after_in_child=partial(_after_fork, weakref.ref(self)))
 
     # Looking
 
@@ -117,20 +122,18 @@ class Store:
         commit: str | None = None,
     ) -> ReadView:
         """A leased read view of one commit, named in any one way; by default the main branch."""
-        given = [r for r in (ref, branch, snapshot, commit) if r is not None]
-        wanted = f"step-{step}" if step is not None else (given[0] if given else None)
-        for _ in range(100):
-            found = self.resolve(wanted)
-            lease = self.leases.take(found.id)
-            if self._lease_is_good(lease):
-                return ReadView(self, found, lease)
-            self.leases.release(lease)
-        raise ConflictError(f"{wanted or DEFAULT_BRANCH}: the commit was retired at every attempt")
+        wanted = refs.Wanted(ref=ref, branch=branch, snapshot=snapshot, step=step, commit=commit)
+        with self.appender.errors("taking a lease"):
+            for _ in range(LEASE_ATTEMPTS):
+                found = self.index.read(wanted.find)
+                lease = self.leases.take(found.id)
+                if self._lease_is_good(lease):
+                    return ReadView(self, found, lease)
+                self.leases.release(lease)
+        raise ConflictError(f"commit {found.id} was retired at every attempt to read it")
 
     def snapshot(self, name: str) -> ReadView:
         """A leased read view of a snapshot."""
-        if name not in self.snapshots():
-            raise NotFoundError(refs.no_such("snapshot", name, self.snapshots()))
         return self.at(snapshot=name)
 
     def _lease_is_good(self, lease: Lease) -> bool:
@@ -155,6 +158,7 @@ class Store:
 
         Raises BranchLockedError when another process, or another open store, writes to it.
         """
+        self.index.check_open()
         self.appender.check_usable()
         check_name(branch, "branch")
         if branch in self._transactions:
@@ -166,6 +170,8 @@ class Store:
                 self.objects.reclaim_staged(branch)
             with self.appender.exclusive("beginning a transaction") as end:
                 base = self.branches().get(branch)
+                if base is None:
+                    self.index.read(lambda tables: refs.check_new_branch(tables, branch))
                 transaction = Transaction(self, branch, base)
                 begin = new_record(
                     "begin", branch=branch, transaction=transaction.id, base=base and base.id
@@ -217,16 +223,34 @@ class Store:
                     f"{existing.id}); choose another name"
                 )
             if existing is None:
+                if name in self.branches():
+                    raise ConflictError(f"{name!r} is a branch; choose another snapshot name")
                 self.appender.append(end, new_record("snapshot", name=name, commit=commit.id))
         return commit
 
     def close(self) -> None:
-        """Abort open transactions, give up locks and leases."""
+        """Abort open transactions, give up locks and leases; once is enough."""
+        if self._left_to_parent:
+            return
         for transaction in list(self._transactions.values()):
             transaction.abort()
+        self.leases.release_all()
         self.writer.close()
         self.index.close()
         self.locks.close()
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: give up its copies of locks and leases, and touch nothing else.
+
+        They would outlive the parent: a worker that was left behind would keep the branch locked.
+        What the parent has staged is the parent's, also when the child unwinds its stack.
+        """
+        self.locks.close()
+        self.leases.abandon()
+        for transaction in self._transactions.values():
+            transaction.forget()
+        self._transactions.clear()
+        self._left_to_parent = True
 
     def __enter__(self) -> Store:
         return self
@@ -238,6 +262,12 @@ class Store:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _after_fork(reference: weakref.ref[Store]) -> None:
+    store = reference()
+    if store is not None:
+        store._leave_to_parent()
 
 
 def open(  # noqa: A001 - the field's word, used as shardb.open

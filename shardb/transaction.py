@@ -173,6 +173,11 @@ class Transaction:
             self._give_back(staged)
         self._close()
 
+    def forget(self) -> None:
+        """In a forked child: be over without touching what the parent has staged."""
+        self._open = False
+        self._staged = {}
+
     def __enter__(self) -> Transaction:
         return self
 
