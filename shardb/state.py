@@ -110,10 +110,24 @@ def _apply_commit(tables: Tables, record: Record) -> None:
             f"commit {commit} names parent {record['parent']}, but branch {name!r} is at "
             f"{row['head']}"
         )
-    tables.put("commits", commit, record)
-    _reference_all(tables, record)
+    _know(tables, record)
     _pin(tables, commit, 1)
     _retain(tables, name, {"head": commit, "retained": [*row["retained"], commit]})
+
+
+def _know(tables: Tables, record: Record) -> None:
+    """Take in a commit. One that comes again, from another store, is referenced only once.
+
+    What it tells of the steps before it (`rolled_up`) stays in the log: tables are read often.
+    """
+    commit = record["id"]
+    known = tables.get("commits", commit)
+    if known is None:
+        _reference_all(tables, record)
+    elif known["shards"] != record["shards"]:
+        raise LogDamagedError(f"commit {commit} is recorded twice, with different shards")
+    kept_fields = {key: value for key, value in record.items() if key != "rolled_up"}
+    tables.put("commits", commit, kept_fields)
 
 
 def _apply_branch(tables: Tables, record: Record) -> None:
@@ -123,6 +137,11 @@ def _apply_branch(tables: Tables, record: Record) -> None:
 
 
 def _apply_snapshot(tables: Tables, record: Record) -> None:
+    """Name a commit for good. `received` is the commit itself, where another store sent it."""
+    received = record.get("received")
+    if received is not None:
+        Commit.from_record(received)
+        _know(tables, received)
     _pin(tables, record["commit"], 1)
     row = {"commit": record["commit"], "time": record["time"]}
     tables.put("snapshots", record["name"], row)
