@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from trainer.data.manifest import (
     MANIFEST_NAME,
@@ -23,6 +24,8 @@ from trainer.data.row_file import npy_file
 from trainer.data.rows import Progress, TokenRows
 from trainer.data.tokenizer import TextTokenizer
 from trainer.errors import InputError
+
+TOKENIZER_CHANGED: Final = "tokenizer_changed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,14 +96,17 @@ def inspect(
     manifest = None
     if folders[0].name in SPLITS and manifest_path.is_file():
         manifest = load_manifest(manifest_path)
-    decoder = _decoder(folders[0], tokenizer)
     findings = tuple(_verified(folders, manifest, progress)) if verify else ()
-    damaged = {str(Path(finding.path).parent) for finding in findings}
-    reports = [
-        _split_report(folder, decoder, sample_rows)
-        for folder in folders
-        if str(folder) not in damaged
-    ]
+    is_readable = not any(finding.kind == TOKENIZER_CHANGED for finding in findings)
+    decoder = _decoder(folders[0], tokenizer) if tokenizer or is_readable else None
+    reports = []
+    for folder in folders:
+        try:
+            reports.append(_split_report(folder, decoder, sample_rows))
+        except InputError:
+            # What cannot be read is a finding already.
+            if not findings:
+                raise
     return Inspection(
         path=str(directory),
         vocab_size=manifest.vocab_size if manifest else None,
@@ -182,7 +188,7 @@ def _verified_tokenizer(path: Path, manifest: Manifest) -> Iterator[Finding]:
         yield Finding(kind="tokenizer_missing", path=str(path), message="not there")
     elif file_digest(path) != manifest.tokenizer_xxh3_128:
         yield Finding(
-            kind="tokenizer_changed",
+            kind=TOKENIZER_CHANGED,
             path=str(path),
             message="not the tokenizer that made the rows; their text would be another",
         )

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from shardb.errors import ConflictError
+from shardb.errors import ConflictError, StorageFailedError
 from trainer.data.manifest import MANIFEST_NAME, SPLITS, TOKENIZER_NAME, load_manifest
 from trainer.errors import InputError
 
@@ -48,7 +48,14 @@ class PartialDirectory:
             _exchange(self.path, self.target)
         else:
             self.path.rename(self.target)
-        _sync(self.target.parent)
+        try:
+            _sync(self.target.parent)
+        except OSError as error:
+            raise StorageFailedError(
+                f"{self.target}: complete and in its place, but its folder cannot be synced "
+                f"({error.strerror}): it may be gone after a power failure; check the disk",
+                path=str(self.target),
+            ) from error
 
 
 def refuse_target(out: Path, *, overwrite: bool) -> Path:
