@@ -90,6 +90,12 @@ class _SharedEnvironment:
                 name: self.environment.open_db(name.encode(), txn=transaction) for name in TABLES
             }
 
+    @classmethod
+    def close_inherited(cls, process: int) -> None:
+        """In a forked child: close what the parent had open; the library refuses it else."""
+        for key in [key for key in cls.opened if key[0] != process]:
+            cls.opened.pop(key).environment.close()
+
 
 class Index:
     """The LMDB environment under one directory."""
@@ -102,6 +108,7 @@ class Index:
         status = files.status(directory)
         self._key = (self._owner, status.device, status.inode)
         with _SharedEnvironment.lock:
+            _SharedEnvironment.close_inherited(self._owner)
             shared = _SharedEnvironment.opened.get(self._key)
             if shared is None:
                 shared = _SharedEnvironment(directory)
