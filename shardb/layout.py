@@ -112,6 +112,14 @@ def build(specs: Mapping[str, TensorSpec]) -> Layout:
 
 def parse(data: memoryview, path: str) -> Layout:
     """Read the header of a safetensors file in memory; ObjectCorruptError when it is malformed."""
+    return parse_header(data, len(data), path)
+
+
+def parse_header(data: memoryview, size_bytes: int, path: str) -> Layout:
+    """Read the header at the start of `data`, of a safetensors file of `size_bytes` in all.
+
+    `data` need not reach beyond the header. Raises ObjectCorruptError when it is malformed.
+    """
 
     def refuse(reason: str) -> ObjectCorruptError:
         return ObjectCorruptError(f"{path}: not a valid safetensors file: {reason}", path=path)
@@ -120,7 +128,7 @@ def parse(data: memoryview, path: str) -> Layout:
         raise refuse(f"{len(data)} bytes are too few for a header")
     length = int.from_bytes(data[:8], "little")
     if length > HEADER_LIMIT_BYTES or 8 + length > len(data):
-        raise refuse(f"the header says it has {length} bytes; the file has {len(data)}")
+        raise refuse(f"the header says it has {length} bytes; the file has {size_bytes}")
     header = bytes(data[: 8 + length])
     try:
         entries = json.loads(header[8:])
@@ -145,6 +153,6 @@ def parse(data: memoryview, path: str) -> Layout:
             specs[name], offsets[name], expected = spec, start + begin, end
     except (KeyError, TypeError, ValueError) as error:
         raise refuse(f"a tensor entry is malformed ({error!r})") from error
-    if start + expected != len(data):
-        raise refuse(f"tensors end at byte {start + expected}, the file at {len(data)}")
-    return Layout(specs=specs, offsets=offsets, header=header, size_bytes=len(data))
+    if start + expected != size_bytes:
+        raise refuse(f"tensors end at byte {start + expected}, the file at {size_bytes}")
+    return Layout(specs=specs, offsets=offsets, header=header, size_bytes=size_bytes)
