@@ -68,6 +68,15 @@ def decode_format(data: bytes, path: str) -> Format:
     return Format(version=version, store_id=store_id)
 
 
+def is_whole(data: bytes) -> bool:
+    """Whether the checksum of a FORMAT file is right, whatever magic and version it has."""
+    try:
+        fields = json.loads(data)
+        return bool(fields.pop("checksum") == _checksum(fields))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return False
+
+
 def read_format(files: FileSystem, root: str) -> Format:
     """Read the FORMAT of a store; NotFoundError when there is no store at `root`."""
     path = format_path(root)
