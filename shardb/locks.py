@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from shardb.errors import BranchLockedError
-from shardb.filesystem import CREATE, WRITE, FileSystem, close_quietly, write_all
+from shardb.filesystem import CREATE, READ, WRITE, FileSystem, close_quietly, opened, write_all
 from shardb.objects import branch_token
 
 TAKE_ATTEMPTS = 5
@@ -108,6 +108,20 @@ class Locks:
         finally:
             self._files.close(file)
 
+    def writers(self) -> list[dict[str, Any]]:
+        """Branches that somebody writes to now, with the owners, for people."""
+        found: list[dict[str, Any]] = []
+        for name in self._files.list(self.directory):
+            if not name.startswith("branch-"):
+                continue
+            with opened(self._files, f"{self.directory}/{name}", READ) as file:
+                if self._files.lock(file, exclusive=False, blocking=False):
+                    continue
+                text = self._files.pread(file, 4096, 0)
+            branch = name.removeprefix("branch-").replace("@", "/")
+            found.append({"branch": branch, **_owner(text)})
+        return found
+
     def release_branch(self, branch: str) -> None:
         file = self._branches.pop(branch, None)
         if file is not None:
@@ -138,3 +152,11 @@ class Locks:
             return f"process {owner['pid']} on host {owner['host']}, since {started}"
         except (ValueError, KeyError, TypeError, OSError):
             return "a process that did not leave its name"
+
+
+def _owner(text: bytes) -> dict[str, Any]:
+    try:
+        owner = json.loads(text)
+    except ValueError:
+        return {}
+    return owner if isinstance(owner, dict) else {}
