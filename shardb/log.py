@@ -88,6 +88,11 @@ class Log:
     def compressed_path(self, sequence: int) -> str:
         return f"{self.path(sequence)}.zst"
 
+    def stored_path(self, sequence: int) -> str:
+        """The file that holds a segment: the raw one, or the compressed one where that is gone."""
+        raw, packed = self.path(sequence), self.compressed_path(sequence)
+        return packed if not self._files.exists(raw) and self._files.exists(packed) else raw
+
     def sequences(self) -> list[int]:
         """The segments that are there, raw or compressed, oldest first."""
         found = (SEGMENT_PATTERN.match(name) for name in self._files.list(self.directory))
