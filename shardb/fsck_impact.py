@@ -1,0 +1,86 @@
+"""Who is hit by a damaged object: shards, branches, steps, snapshots, and what is intact nearby.
+
+Owns the way from an object to the commits that need it. Knows only tables, no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from shardb import refs
+from shardb.findings import Finding
+from shardb.fsck_log import restore_command
+from shardb.fsck_objects import ObjectFault
+from shardb.records import Commit
+from shardb.state import DictTables
+
+
+def needed_objects(tables: DictTables) -> dict[str, int]:
+    """Digest to size in bytes of every object that a commit needs; those of old steps first."""
+    commits = [Commit.from_record(record) for _, record in tables.items("commits")]
+    commits.sort(key=lambda commit: (commit.step, commit.time))
+    return {e.digest: e.bytes for commit in commits for e in commit.shards.values()}
+
+
+def digests_of(commit: Commit) -> set[str]:
+    """The digests of a commit's objects."""
+    return {entry.digest for entry in commit.shards.values()}
+
+
+def object_finding(
+    root: str, digest: str, fault: ObjectFault, tables: DictTables, damaged: Collection[str]
+) -> Finding:
+    """The finding for one damaged object; `damaged` are the digests of all of them."""
+    retained = refs.live_commits(tables)
+    hit = [commit for commit in retained if digest in digests_of(commit)]
+    hit_ids = {commit.id for commit in hit}
+    branches = [
+        name
+        for name, row in tables.items("branches")
+        if hit_ids.intersection([row["head"], *row["retained"]])
+    ]
+    snapshots = [n for n, row in tables.items("snapshots") if row["commit"] in hit_ids]
+    shards = {n for c in hit for n, entry in c.shards.items() if entry.digest == digest}
+    return Finding(
+        kind=fault.kind,
+        severity="error",
+        path=fault.path,
+        offset=fault.offset,
+        expected=fault.expected,
+        found=_whose_bytes(fault.found, retained),
+        shards=tuple(sorted(shards)),
+        branches=tuple(sorted(branches)),
+        steps=tuple(sorted({commit.step for commit in hit})),
+        snapshots=tuple(sorted(snapshots)),
+        nearest_intact_step=nearest_intact_step(hit, retained, damaged),
+        next_command=restore_command(root, fault.path),
+    )
+
+
+def nearest_intact_step(
+    hit: Iterable[Commit], retained: Iterable[Commit], damaged: Collection[str]
+) -> int | None:
+    """The step of the retained commit that needs no damaged object and is closest to those hit.
+
+    Commits of a branch that is hit come before others; of two at the same distance, the later one.
+    """
+    hit = list(hit)
+    intact = [commit for commit in retained if digests_of(commit).isdisjoint(damaged)]
+    if not hit or not intact:
+        return None
+    branches = {commit.branch for commit in hit}
+
+    def distance(commit: Commit) -> tuple[bool, int, int]:
+        steps = min(abs(commit.step - other.step) for other in hit)
+        return (commit.branch not in branches, steps, -commit.step)
+
+    return min(intact, key=distance).step
+
+
+def _whose_bytes(found: str, retained: Iterable[Commit]) -> str:
+    """Say so when the bytes are those of another object: two files were exchanged."""
+    for commit in retained:
+        for name, entry in commit.shards.items():
+            if found == f"digest {entry.digest}":
+                return f"{found}: the bytes of shard {name} of step {entry.step}"
+    return found

@@ -1,0 +1,124 @@
+"""Reading the index as bytes, and comparing it with what the log says.
+
+Owns the comparison. The database library is never given the file: a damaged one could end the
+process. Knows nothing of where the other tables come from.
+
+Two things in the index are not in the log: condemned commits that a reader held when they were let
+go, and the position that was applied. The first are left out of the comparison, the second is the
+caller's question. The counts of references must follow from the commits of the index itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from shardb import index_image
+from shardb.index import applied_position
+from shardb.log import Position
+from shardb.records import Commit
+from shardb.state import TABLES, DictTables
+
+COMPARED = ("branches", "snapshots", "commits", "pins", "abandoned")
+META_COMPARED = ("store_id", "policy")
+
+
+class IndexUnreadableError(Exception):
+    """The index is no sound database, or holds values that are none of ours."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexState:
+    """The tables of an index and the position in the log that they reflect."""
+
+    tables: DictTables
+    applied: Position
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """An entry of the index that is not what the log says."""
+
+    table: str
+    key: str
+    expected: str
+    found: str
+
+
+def read_index(data: bytes) -> IndexState:
+    """Decode an index; IndexUnreadableError when it is damaged."""
+    try:
+        databases = index_image.read_image(data)
+        tables = DictTables()
+        for name in TABLES:
+            for key, value in databases.get(name, {}).items():
+                tables.put(name, key.decode(), msgpack.unpackb(value, raw=False))
+        _check_rows(tables)
+        return IndexState(tables=tables, applied=applied_position(tables))
+    except index_image.ImageError as error:
+        raise IndexUnreadableError(str(error)) from error
+    except Exception as error:  # the decoder's own classes differ between versions
+        raise IndexUnreadableError(f"an entry does not decode: {error!r}") from error
+
+
+def _check_rows(tables: DictTables) -> None:
+    """Every row has the fields that its readers use, and names commits that are there."""
+    commits = tables.tables["commits"]
+    for record in commits.values():
+        Commit.from_record(record)
+    for row in tables.tables["branches"].values():
+        _ = [commits[commit] for commit in (row["head"], *row["retained"])]
+    for row in tables.tables["snapshots"].values():
+        _ = commits[row["commit"]]
+
+
+def differences(index: DictTables, log: DictTables) -> list[Difference]:
+    """Where the index differs from the tables that the log gives at the same position."""
+    found = list(_in_meta(index, log))
+    for table in COMPARED:
+        found.extend(_in_table(table, _live(index, table), _live(log, table)))
+    counted = count_references(index.tables["commits"])
+    found.extend(_in_table("objects", index.tables["objects"], counted))
+    return found
+
+
+def count_references(commits: dict[str, Any]) -> dict[str, list[int]]:
+    """Digest to bytes and number of references, as the commits say."""
+    counted: dict[str, list[int]] = {}
+    for record in commits.values():
+        for digest, size, *_ in record["shards"].values():
+            entry = counted.setdefault(bytes(digest).hex(), [size, 0])
+            entry[1] += 1
+    return counted
+
+
+def _in_meta(index: DictTables, log: DictTables) -> Iterator[Difference]:
+    keys = [
+        key for key in META_COMPARED if key in index.tables["meta"] or key in log.tables["meta"]
+    ]
+    rows = [{key: tables.get("meta", key) for key in keys} for tables in (index, log)]
+    yield from _in_table("meta", *rows)
+
+
+def _live(tables: DictTables, table: str) -> dict[str, Any]:
+    rows = tables.tables[table]
+    if table != "commits":
+        return rows
+    condemned = tables.tables["condemned"]
+    return {key: row for key, row in rows.items() if key not in condemned}
+
+
+def _in_table(table: str, index: dict[str, Any], log: dict[str, Any]) -> Iterator[Difference]:
+    for key in sorted(index.keys() | log.keys()):
+        expected, found = log.get(key), index.get(key)
+        # Compared as bytes: a metric that is no number is not equal to itself.
+        if msgpack.packb(expected) != msgpack.packb(found):
+            yield Difference(table=table, key=key, expected=_short(expected), found=_short(found))
+
+
+def _short(row: Any) -> str:
+    text = "no entry" if row is None else repr(row)
+    return text if len(text) <= 200 else f"{text[:200]}…"

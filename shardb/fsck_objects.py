@@ -1,0 +1,160 @@
+"""Checking objects: presence, size, digest and header, with bounded memory.
+
+Owns how one object is read and judged, and the threads that read many. Knows nothing of the log or
+the index: who needs an object is told by the caller.
+
+Invariants: reads 8 MiB at a time a thread and never maps or writes; a `ObjectFault` says what was
+expected and what was found.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import xxhash
+
+from shardb import layout
+from shardb.errors import CorruptionError, ObjectCorruptError, ObjectMissingError
+from shardb.filesystem import READ, FileSystem, opened, read_exactly
+from shardb.objects import OBJECT_SUFFIX
+from shardb.records import ShardEntry
+
+READ_CHUNK_BYTES = 8 << 20
+THREADS_MAX = 4
+HEADER_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObjectFault:
+    """Why an object is not what was committed; `kind` is that of the finding."""
+
+    kind: str
+    path: str
+    expected: str
+    found: str
+    offset: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """An object to check: its digest and its size in bytes."""
+
+    digest: str
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checked:
+    """An object that was checked, and what is wrong with it."""
+
+    wanted: Wanted
+    fault: ObjectFault | None
+
+
+def object_path(root: str, digest: str) -> str:
+    """Where the object of a digest lies."""
+    return f"{root}/objects/{digest}{OBJECT_SUFFIX}"
+
+
+def inspect_object(files: FileSystem, root: str, wanted: Wanted) -> ObjectFault | None:
+    """Read one object to its end and judge it; None when it is as committed."""
+    path = object_path(root, wanted.digest)
+
+    def fault(kind: str, expected: str, found: str, offset: int | None = None) -> ObjectFault:
+        return ObjectFault(kind=kind, path=path, expected=expected, found=found, offset=offset)
+
+    try:
+        with opened(files, path, READ) as file:
+            size_bytes = files.status(path).size_bytes
+            digest = _digest(files, file)
+            header = _header(files, file, size_bytes)
+    except FileNotFoundError:
+        return fault("object_missing", f"{wanted.bytes} bytes", "no file")
+    except OSError as error:
+        return fault("object_unreadable", f"{wanted.bytes} bytes", error.strerror or str(error))
+    if size_bytes != wanted.bytes:
+        where = min(size_bytes, wanted.bytes)
+        return fault("object_corrupt", f"{wanted.bytes} bytes", f"{size_bytes} bytes", where)
+    if digest != wanted.digest:
+        return fault("object_corrupt", f"digest {wanted.digest}", f"digest {digest}")
+    try:
+        layout.parse_header(memoryview(header), size_bytes, path)
+    except ObjectCorruptError as error:
+        return fault("object_malformed", "a safetensors header", error.message, 0)
+    return None
+
+
+def check_object(files: FileSystem, root: str, shard: str, entry: ShardEntry) -> None:
+    """Raise ObjectMissingError or another CorruptionError unless the object is as committed."""
+    fault = inspect_object(files, root, Wanted(digest=entry.digest, bytes=entry.bytes))
+    if fault is None:
+        return
+    kind = ObjectMissingError if fault.kind == "object_missing" else ObjectCorruptError
+    error: CorruptionError = kind(
+        f"{fault.path}: shard {shard!r}: expected {fault.expected}, found {fault.found}; run "
+        "`shardb fsck` to see which steps it hits",
+        path=fault.path,
+    )
+    raise error
+
+
+def check_objects(
+    files: FileSystem,
+    root: str,
+    wanted: Sequence[Wanted],
+    *,
+    deadline: float | None,
+    on_checked: Callable[[Checked], None],
+) -> bool:
+    """Check many objects in the given order, a few at a time; False when the deadline came first.
+
+    `deadline` is a moment of `time.monotonic()`. At least one object is checked.
+    """
+    with ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="shardb-fsck") as pool:
+        waiting: set[Future[Checked]] = set()
+        for position, item in enumerate(wanted):
+            if position and deadline is not None and time.monotonic() >= deadline:
+                _report(waiting, on_checked)
+                return False
+            waiting.add(pool.submit(_check, files, root, item))
+            if len(waiting) >= THREADS_MAX:
+                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                _report(done, on_checked)
+        _report(waiting, on_checked)
+    return True
+
+
+def _check(files: FileSystem, root: str, wanted: Wanted) -> Checked:
+    return Checked(wanted=wanted, fault=inspect_object(files, root, wanted))
+
+
+def _report(done: set[Future[Checked]], on_checked: Callable[[Checked], None]) -> None:
+    for future in done:
+        on_checked(future.result())
+
+
+def _digest(files: FileSystem, file: int) -> str:
+    hasher = xxhash.xxh3_128()
+    for chunk in _chunks(files, file):
+        hasher.update(chunk)
+    return hasher.hexdigest()
+
+
+def _chunks(files: FileSystem, file: int) -> Iterator[memoryview]:
+    """The content of a file, a reused piece of memory at a time."""
+    buffer = memoryview(bytearray(READ_CHUNK_BYTES))
+    offset = 0
+    while (count := files.pread_into(file, buffer, offset)) > 0:
+        yield buffer[:count]
+        offset += count
+
+
+def _header(files: FileSystem, file: int, size_bytes: int) -> bytes:
+    """The first bytes of a file, header included; never more than the limit of a header."""
+    start = files.pread(file, HEADER_LENGTH_BYTES, 0)
+    length = int.from_bytes(start, "little")
+    wanted = min(HEADER_LENGTH_BYTES + length, size_bytes, layout.HEADER_LIMIT_BYTES)
+    return read_exactly(files, file, wanted, 0)
