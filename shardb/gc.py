@@ -1,0 +1,241 @@
+"""Giving space back: everything in a store that no commit, snapshot or reader needs.
+
+Owns what may be removed and when. Only the index says what an object is needed for, never a name;
+it is asked under the log's lock, caught up with the log. There, objects are only moved to `spare/`,
+which is quick; the files are removed after the lock is given back.
+
+Nothing here needs new space, so that it works on a full disk, however often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardb import reserve, state
+from shardb.errors import StorageFullError
+from shardb.filesystem import FileSystem, RealFileSystem
+from shardb.format import read_format
+from shardb.fsck_leftovers import OBJECT_NAME, STAGED_NAME, spare_is_used
+from shardb.fsck_view import is_held
+from shardb.objects import free_bytes_of
+from shardb.records import Record, new_record
+from shardb.state import DictTables, Tables
+from shardb.store import Store
+from shardb.store import open as open_store
+
+FREE = "kept for reuse"
+UNREFERENCED = "no commit needs it"
+STAGED = "its transaction ended without a commit"
+PARTIAL = "its writer died before it was whole"
+SET_ASIDE = "an unreadable index, set aside earlier"
+DEAD_LEASE = "its reader is gone"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Garbage:
+    """A file that is not needed: its path, the bytes allocated to it, and why it can go."""
+
+    path: str
+    bytes: int
+    why: str
+
+
+@dataclass(kw_only=True)
+class Collected:
+    """What was removed, or would be in a dry run; `notes` says what could not be, and why."""
+
+    dry_run: bool
+    removed: list[Garbage] = field(default_factory=list)
+    abandoned: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def freed_bytes(self) -> int:
+        return sum(item.bytes for item in self.removed)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "dry_run": self.dry_run,
+            "freed_bytes": self.freed_bytes,
+            "removed": [
+                {"path": item.path, "bytes": item.bytes, "why": item.why} for item in self.removed
+            ],
+            "abandoned": self.abandoned,
+            "notes": self.notes,
+        }
+
+
+def collect_garbage(
+    root: str, *, dry_run: bool = False, files: FileSystem | None = None
+) -> Collected:
+    """Remove what nothing needs from the store at `root`; with `dry_run` only say what.
+
+    Safe beside writers and readers. Raises what opening a store raises; StorageFullError only where
+    spare files and the reserve together leave no room to catch the index up.
+    """
+    files = files or RealFileSystem()
+    read_format(files, root)
+    collected = Collected(dry_run=dry_run)
+    with _open_or_make_room(files, root, collected) as store:
+        _Collection(store, collected).run()
+    if not dry_run:
+        reserve.ensure(files, root)
+    return collected
+
+
+def _open_or_make_room(files: FileSystem, root: str, collected: Collected) -> Store:
+    """Open the store; on a disk too full for that, spare files go first, then the reserve."""
+    try:
+        return open_store(root, files=files)
+    except StorageFullError:
+        if collected.dry_run:
+            raise
+    for path in _free_files(files, root):
+        _remove(files, path, FREE, collected)
+    return reserve.with_reserve(files, root, lambda: open_store(root, files=files))
+
+
+class _Collection:
+    """One collection in an open store."""
+
+    def __init__(self, store: Store, collected: Collected) -> None:
+        self.store = store
+        self.files = store.files
+        self.root = store.root
+        self.collected = collected
+        self.why_spare: dict[str, str] = {}  # path in spare/ to why its object was moved there
+
+    def run(self) -> None:
+        with self.store.appender.exclusive("collecting garbage"):
+            self._collect()
+        self._remove_spare()
+        if self._forget_abandoned():
+            self._remove_spare()
+
+    def _collect(self) -> None:
+        """What must be done under the log's lock."""
+        self._remove_dead_leases()
+        needed = self._needed_objects()
+        for name in self.files.list(f"{self.root}/objects"):
+            match = OBJECT_NAME.match(name)
+            if match is not None and match.group(1) not in needed:
+                self._move_to_spare(f"{self.root}/objects/{name}")
+        for path, why in self._debris():
+            self._remove(path, why)
+
+    def _remove_dead_leases(self) -> None:
+        directory = self.store.leases.directory
+        for name in self.files.list(directory):
+            if not is_held(self.files, f"{directory}/{name}"):
+                self._note(f"{directory}/{name}", DEAD_LEASE)
+        if not self.collected.dry_run:
+            self.store.leases.leased_commits()  # removes them, each under its own lock
+
+    def _needed_objects(self) -> set[str]:
+        """Digests that commits need, after those are let go that only a dead reader kept."""
+        index = self.store.index
+        if self.collected.dry_run:
+            tables = index.read(_copy)
+            state.sweep(tables, {lease["commit"] for lease in self.store.leases.describe_all()})
+            return set(tables.tables["objects"])
+        if index.read(lambda tables: any(tables.items("condemned"))):
+            try:
+                leases = self.store.leases
+                retired = index.write(lambda t: state.sweep(t, leases.leased_commits()))
+                self.store.objects.retire(retired)
+            except StorageFullError as error:
+                self.collected.notes.append(f"retired commits are kept for now: {error}")
+        return index.read(lambda tables: {digest for digest, _ in tables.items("objects")})
+
+    def _debris(self) -> Iterator[tuple[str, str]]:
+        for directory in ("wal", "objects"):
+            for name in self.files.list(f"{self.root}/{directory}"):
+                if name.endswith(".partial"):
+                    yield f"{self.root}/{directory}/{name}", PARTIAL
+        yield f"{self.root}/FORMAT.partial", PARTIAL
+        # A segment was to be closed, and there was no room for the next one.
+        yield self.store.log.compressed_path(self.store.log.sequences()[-1]), PARTIAL
+        for name in self.files.list(f"{self.root}/index"):
+            if name.startswith("unreadable-"):
+                yield f"{self.root}/index/{name}", SET_ASIDE
+
+    # Without the lock
+
+    def _remove_spare(self) -> None:
+        """Remove what is kept for reuse and what dead writers staged.
+
+        A live writer may take a free file at the same moment: then it is gone for us. Names are
+        listed before a branch is found to have no writer, so a writer that comes later has others.
+        """
+        for name in self.files.list(f"{self.root}/spare"):
+            staged = STAGED_NAME.match(name)
+            if staged and not spare_is_used(self.files, self.root, staged):
+                self._remove(f"{self.root}/spare/{name}", STAGED)
+        for path in _free_files(self.files, self.root):
+            self._remove(path, self.why_spare.get(path, FREE))
+
+    def _forget_abandoned(self) -> bool:
+        """Give up the commits that rewinds left behind: the one thing that adds to the log."""
+
+        def gc_record(tables: Tables) -> Record | None:
+            abandoned = [commit for commit, _ in tables.items("abandoned")]
+            self.collected.abandoned = abandoned
+            wanted = abandoned and not self.collected.dry_run
+            return new_record("gc", abandoned=abandoned) if wanted else None
+
+        try:
+            return self.store.appender.change(gc_record) is not None
+        except StorageFullError as error:
+            self.collected.abandoned = []
+            self.collected.notes.append(f"commits left by rewinds are kept for now: {error}")
+            return False
+
+    # Acts
+
+    def _move_to_spare(self, path: str) -> None:
+        if self.collected.dry_run:
+            self._note(path, UNREFERENCED)
+        else:
+            size_bytes = self.files.status(path).size_bytes
+            self.why_spare[self.store.objects.set_free(path, size_bytes)] = UNREFERENCED
+
+    def _remove(self, path: str, why: str) -> None:
+        _remove(self.files, path, why, self.collected)
+
+    def _note(self, path: str, why: str) -> None:
+        _note(self.files, path, why, self.collected)
+
+
+def _free_files(files: FileSystem, root: str) -> list[str]:
+    names = files.list(f"{root}/spare")
+    return [f"{root}/spare/{name}" for name in names if free_bytes_of(name) is not None]
+
+
+def _remove(files: FileSystem, path: str, why: str, collected: Collected) -> None:
+    """Remove a file that may be gone already."""
+    if _note(files, path, why, collected) and not collected.dry_run:
+        try:
+            files.unlink(path)
+        except FileNotFoundError:
+            collected.removed.pop()
+
+
+def _note(files: FileSystem, path: str, why: str, collected: Collected) -> bool:
+    """Count a file as removed; False when it is not there."""
+    try:
+        size_bytes = files.status(path).allocated_bytes
+    except FileNotFoundError:
+        return False
+    collected.removed.append(Garbage(path=path, bytes=size_bytes, why=why))
+    return True
+
+
+def _copy(tables: Tables) -> DictTables:
+    """Tables in memory, to see what a change would give."""
+    copied = DictTables()
+    for name in state.TABLES:
+        for key, value in tables.items(name):
+            copied.put(name, key, value)
+    return copied
