@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -114,16 +116,62 @@ class ObjectFiles:
 
     def write(self, image: Bytes, branch: str) -> StagedObject:
         """Write an image to a staged file, computing its digest on the way. Nothing is synced."""
-        size = len(image)
-        path, fresh = self.staged_path(branch, size)
+        return self.write_chunks(chunks_of(image.data), len(image), branch)
+
+    def write_chunks(
+        self, chunks: Iterable[memoryview], size: int, branch: str, *, content: str = ""
+    ) -> StagedObject:
+        """Write chunks, `size` bytes together, to a staged file, computing their digest on the way.
+
+        Every chunk but the last has whole pages and begins on one in memory. `content`, the digest
+        that is expected, becomes part of the staged name (see `adopt`). Nothing is synced.
+        """
+        path, fresh = self.staged_path(branch, size, content)
         file = self.files.open(path, WRITE | (CREATE | EXCLUSIVE if fresh else 0))
         try:
-            digest = self._write_image(file, path, image)
+            digest = self._write_out(file, path, chunks, size)
         except BaseException:
             self.files.close(file)
             raise
         self._keep_open(path, file)
         return StagedObject(digest=digest, bytes=size, path=path)
+
+    def _write_out(self, file: int, path: str, chunks: Iterable[memoryview], size: int) -> str:
+        """Whole pages go past the page cache, the rest through it; return the digest."""
+        hasher = xxhash.xxh3_128()
+        offset = 0
+        with self._direct_file(path, size) as direct:
+            for chunk in chunks:
+                hasher.update(chunk)
+                pages = len(chunk) // PAGE_BYTES * PAGE_BYTES if direct is not None else 0
+                if direct is not None and pages:
+                    write_all(self.files, direct, chunk[:pages], offset)
+                if pages < len(chunk):
+                    write_all(self.files, file, chunk[pages:], offset + pages)
+                offset += len(chunk)
+        assert offset == size, f"{offset} bytes came, {size} were announced"
+        return hasher.hexdigest()
+
+    @contextmanager
+    def _direct_file(self, path: str, size: int) -> Iterator[int | None]:
+        """A descriptor that writes past the page cache, where that can be and gains something."""
+        direct = (
+            self._open_direct(path) if self._direct and size >= DIRECT_THRESHOLD_BYTES else None
+        )
+        try:
+            yield direct
+        finally:
+            if direct is not None:
+                self.files.close(direct)
+
+    def _open_direct(self, path: str) -> int | None:
+        try:
+            return self.files.open(path, WRITE | DIRECT)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            self._direct = False
+            return None
 
     def _keep_open(self, path: str, file: int) -> None:
         """Keep a written file open for the batched sync; beyond a limit sync it now."""
@@ -142,53 +190,23 @@ class ObjectFiles:
         if file is not None:
             self.files.close(file)
 
-    def _write_image(self, file: int, path: str, image: Bytes) -> str:
-        data = image.data
-        hasher = xxhash.xxh3_128()
-        direct_bytes = 0
-        if self._direct and len(data) >= DIRECT_THRESHOLD_BYTES:
-            direct_bytes = self._write_direct(path, data, hasher)
-        tail = data[direct_bytes:]
-        hasher.update(tail)
-        if tail:
-            write_all(self.files, file, tail, direct_bytes)
-        return hasher.hexdigest()
-
-    def _write_direct(self, path: str, data: memoryview, hasher: xxhash.xxh3_128) -> int:
-        """Write whole pages past the page cache; return how many bytes, 0 where it cannot be."""
-        try:
-            direct = self.files.open(path, WRITE | DIRECT)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise
-            self._direct = False
-            return 0
-        try:
-            end = len(data) // PAGE_BYTES * PAGE_BYTES
-            for start in range(0, end, WRITE_CHUNK_BYTES):
-                chunk = data[start : min(start + WRITE_CHUNK_BYTES, end)]
-                hasher.update(chunk)
-                write_all(self.files, direct, chunk, start)
-        finally:
-            self.files.close(direct)
-        return end
-
     def digest_mapped(self, image: Bytes, buffer: PooledBuffer) -> StagedObject:
         """The staged object that a filled mapping already is."""
         assert buffer.path is not None
         digest = xxhash.xxh3_128_hexdigest(image.data)
         return StagedObject(digest=digest, bytes=len(image), path=buffer.path, buffer=buffer)
 
-    def staged_name(self, branch: str) -> str:
-        """A new name for a file being staged."""
-        return f"{self.spare_directory}/staged.{branch_token(branch)}.{os.urandom(8).hex()}"
+    def staged_name(self, branch: str, content: str = "") -> str:
+        """A new name for a file being staged; `content` is the digest it is meant to have."""
+        unique = f"{content}{os.urandom(8).hex()}"
+        return f"{self.spare_directory}/staged.{branch_token(branch)}.{unique}"
 
     def rename(self, source: str, target: str) -> None:
         self.files.rename(source, target)
 
-    def staged_path(self, branch: str, size: int) -> tuple[str, bool]:
+    def staged_path(self, branch: str, size: int, content: str = "") -> tuple[str, bool]:
         """A staged file of the right size: a spare one when there is one, else a new name."""
-        staged = self.staged_name(branch)
+        staged = self.staged_name(branch, content)
         while (free := self._take_free(size)) is not None:
             try:
                 self.files.rename(free, staged)
@@ -266,20 +284,53 @@ class ObjectFiles:
             if self._free is not None:
                 self._free.setdefault(size, []).append(free)
 
-    def reclaim_staged(self, branch: str) -> list[str]:
-        """Take back what a dead writer of `branch` had staged. The caller holds its lock.
+    def reclaim_staged(self, branch: str, *, keep: Collection[str] = ()) -> list[str]:
+        """Take back what a dead writer of `branch` had staged, but for the paths in `keep`.
 
-        Held files are given up: if their process lives, its mappings keep their bytes.
+        The caller holds the branch's lock. Held files are given up: if their process lives, its
+        mappings keep their bytes.
         """
         for name in self.files.list(self.spare_directory):
             if name.startswith("held."):
                 self.files.unlink(f"{self.spare_directory}/{name}")
         prefix = f"staged.{branch_token(branch)}."
         names = [n for n in self.files.list(self.spare_directory) if n.startswith(prefix)]
-        for name in names:
+        reclaimed = [n for n in names if f"{self.spare_directory}/{n}" not in keep]
+        for name in reclaimed:
             path = f"{self.spare_directory}/{name}"
             self._to_spare(path, self.files.status(path).size_bytes)
-        return names
+        return reclaimed
+
+    # Going on with an interrupted copy
+
+    def interrupted(self, branch: str) -> list[tuple[str, str]]:
+        """Staged files that copies left: path, and the digest that the name says they may have."""
+        pattern = re.compile(
+            rf"^staged\.{re.escape(branch_token(branch))}\.([0-9a-f]{{32}})[0-9a-f]+$"
+        )
+        found = (pattern.match(name) for name in self.files.list(self.spare_directory))
+        return [(f"{self.spare_directory}/{m.group(0)}", m.group(1)) for m in found if m]
+
+    def unplace(self, digest: str, branch: str) -> str:
+        """Give an object that nothing references a staged name again; return its path."""
+        staged = self.staged_name(branch, digest)
+        self.files.rename(self.path(digest), staged)
+        return staged
+
+    def resume(self, path: str, digest: str, size: int) -> StagedObject:
+        """Take over a staged file whose bytes were found to have `digest`; it is synced again."""
+        self._keep_open(path, self.files.open(path, WRITE))
+        return StagedObject(digest=digest, bytes=size, path=path)
+
+    def leave(self, staged: StagedObject) -> None:
+        """Let go of a staged file and leave it there for a later copy."""
+        self._close(staged)
+
+
+def chunks_of(data: memoryview) -> Iterator[memoryview]:
+    """Bytes in memory, cut into pieces to write."""
+    for start in range(0, len(data), WRITE_CHUNK_BYTES):
+        yield data[start : start + WRITE_CHUNK_BYTES]
 
 
 def branch_token(branch: str) -> str:
