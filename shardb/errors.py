@@ -18,8 +18,9 @@ ShardbError
 │   ├── BranchLockedError      another writer holds the branch
 │   └── SnapshotExistsError    the name belongs to another commit
 ├── StorageFullError        6  free space, try again; the previous commit is intact
-└── StorageFailedError      7  reopen the store before writing again
-    └── CommitUnknownError     reopen and look for the commit's id: it may have landed
+├── StorageFailedError      7  reopen the store before writing again
+│   └── CommitUnknownError     reopen and look for the commit's id: it may have landed
+└── RemoteFailedError       7  run the same command again: it goes on where it stopped
 """
 
 from __future__ import annotations
@@ -156,3 +157,10 @@ class CommitUnknownError(StorageFailedError):
     def __init__(self, message: str, *, commit_id: str, path: str | None = None) -> None:
         super().__init__(message, path=path)
         self.commit_id = commit_id
+
+
+class RemoteFailedError(ShardbError):
+    """The object storage, or the network to it, failed; the stores at both ends are intact."""
+
+    kind = "remote_failed"
+    exit_code = 7
