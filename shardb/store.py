@@ -11,6 +11,7 @@ import os
 import sys
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 
@@ -63,6 +64,7 @@ class Store:
         self.format = store_format.read_format(files, root)
         opening.check_medium(files, root, self.recovery, allow_network=allow_network)
         self._transactions: dict[str, Transaction] = {}
+        self._receiving: set[str] = set()
         self.log = Log(files, f"{root}/wal")
         self.locks = Locks(files, root)
         self.leases = Leases(files, root)
@@ -161,8 +163,7 @@ class Store:
         self.index.check_open()
         self.appender.check_usable()
         check_name(branch, "branch")
-        if branch in self._transactions:
-            raise ConflictError(f"branch {branch!r} has an open transaction in this store already")
+        self._check_free(branch)
         fresh = not self.locks.holds_branch(branch)
         with self.appender.errors("beginning a transaction"):
             self.locks.take_branch(branch)
@@ -179,6 +180,32 @@ class Store:
                 self.appender.append_durably(end, begin)
         self._transactions[branch] = transaction
         return transaction
+
+    @contextmanager
+    def receiving(self, branch: str) -> Iterator[bool]:
+        """Be the writer of a branch for a block that copies into it; gives whether this is news.
+
+        Raises BranchLockedError beside another writer, ConflictError beside one in this store.
+        """
+        self.index.check_open()
+        self.appender.check_usable()
+        self._check_free(branch)
+        fresh = not self.locks.holds_branch(branch)
+        self._receiving.add(branch)
+        try:
+            with self.appender.errors(f"locking branch {branch!r}"):
+                self.locks.take_branch(branch)
+            yield fresh
+        finally:
+            self._receiving.discard(branch)
+            if fresh:
+                self.locks.release_branch(branch)
+
+    def _check_free(self, branch: str) -> None:
+        if branch in self._transactions:
+            raise ConflictError(f"branch {branch!r} has an open transaction in this store already")
+        if branch in self._receiving:
+            raise ConflictError(f"a commit is being copied into branch {branch!r} of this store")
 
     def transaction_closed(self, transaction: Transaction) -> None:
         self._transactions.pop(transaction.branch, None)
