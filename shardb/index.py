@@ -10,6 +10,7 @@ transaction older, never damaged, and older is caught up from the log.
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -19,13 +20,17 @@ import lmdb
 import msgpack
 
 from shardb.errors import ShardbError, StorageFailedError, StorageFullError, UsageError
-from shardb.filesystem import FileSystem
+from shardb.filesystem import CREATE, WRITE, FileSystem, opened
 from shardb.log import START, Position
 from shardb.state import TABLES
 
 # Address space, not disk: the file grows as needed. Never changed while a process may have it open.
 MAP_BYTES = 16 << 30
 READERS_MAX = 512
+# What LMDB's lock file takes for that many readers, in whole pages.
+LOCK_FILE_BYTES = 36 << 10
+# A disk with less room than the largest write of LMDB may have cut that write short.
+SHORT_WRITE_BYTES = 1 << 20
 KEY_BYTES_MAX = 511
 T = TypeVar("T")
 
@@ -84,11 +89,16 @@ class _SharedEnvironment:
             readahead=False,
             mode=0o666,
         )
-        self.environment.reader_check()
-        with self.environment.begin(write=True) as transaction:
-            self.databases = {
-                name: self.environment.open_db(name.encode(), txn=transaction) for name in TABLES
-            }
+        try:
+            self.environment.reader_check()
+            with self.environment.begin(write=True) as transaction:
+                self.databases = {
+                    name: self.environment.open_db(name.encode(), txn=transaction)
+                    for name in TABLES
+                }
+        except BaseException:
+            self.environment.close()  # else this process could never open it again
+            raise
 
     @classmethod
     def close_inherited(cls, process: int) -> None:
@@ -111,11 +121,19 @@ class Index:
             _SharedEnvironment.close_inherited(self._owner)
             shared = _SharedEnvironment.opened.get(self._key)
             if shared is None:
-                shared = _SharedEnvironment(directory)
+                shared = self._open_environment(directory)
                 _SharedEnvironment.opened[self._key] = shared
             shared.users += 1
         self._environment = shared.environment
         self._databases = shared.databases
+
+    def _open_environment(self, directory: str) -> _SharedEnvironment:
+        """Open LMDB; StorageFullError or StorageFailedError when it cannot be."""
+        _allocate_lock_file(self._files, f"{directory}/lock.mdb")
+        try:
+            return _SharedEnvironment(directory)
+        except lmdb.Error as error:
+            raise self._error(error) from error
 
     def read(self, body: Callable[[LmdbTables], T]) -> T:
         """Run `body` over one consistent state of the tables."""
@@ -124,7 +142,7 @@ class Index:
             with self._environment.begin() as transaction:
                 return body(LmdbTables(transaction, self._databases))
         except lmdb.Error as error:
-            raise _storage_error(error, self.path) from error
+            raise self._error(error) from error
 
     def write(self, body: Callable[[LmdbTables], T]) -> T:
         """Run `body` in a write transaction: all of its changes or none.
@@ -135,14 +153,8 @@ class Index:
         try:
             with self._environment.begin(write=True) as transaction:
                 result = body(LmdbTables(transaction, self._databases))
-        except (lmdb.DiskError, lmdb.MapFullError) as error:
-            raise StorageFullError(
-                f"{self.path}: the index cannot grow ({error}); free some space. The log is intact "
-                "and the index is caught up from it",
-                path=self.path,
-            ) from error
         except lmdb.Error as error:
-            raise _storage_error(error, self.path) from error
+            raise self._error(error) from error
         self._files.database_committed(self.path)
         return result
 
@@ -156,7 +168,25 @@ class Index:
             finally:
                 transaction.abort()
         except lmdb.Error as error:
-            raise _storage_error(error, self.path) from error
+            raise self._error(error) from error
+
+    def _error(self, error: lmdb.Error) -> ShardbError:
+        """The store's own error for one of LMDB's."""
+        text = str(error)
+        full = isinstance(error, lmdb.DiskError | lmdb.MapFullError)
+        full = full or "No space left" in text or "quota" in text
+        if "Input/output error" in text:
+            # LMDB says so of a short write too, which is what a full disk gives.
+            full = self._files.space(self.path.rpartition("/")[0]).free_bytes < SHORT_WRITE_BYTES
+        if full:
+            return StorageFullError(
+                f"{self.path}: no space for the index; free some space. The log is intact and the "
+                "index is caught up from it",
+                path=self.path,
+            )
+        return StorageFailedError(
+            f"{self.path}: the index failed ({text}); reopen the store", path=self.path
+        )
 
     def close(self) -> None:
         """Close the environment with its last user in this process; once is enough."""
@@ -196,12 +226,17 @@ def put_applied_position(tables: Any, position: Position) -> None:
     tables.put("meta", "applied", row)
 
 
-def _storage_error(error: Exception, path: str) -> ShardbError:
-    text = str(error)
-    if "No space left" in text or "quota" in text:
-        return StorageFullError(
-            f"{path}: no space for the index; free some space. The log is intact and the index is "
-            "caught up from it",
-            path=path,
-        )
-    return StorageFailedError(f"{path}: the index failed ({error}); reopen the store", path=path)
+def _allocate_lock_file(files: FileSystem, path: str) -> None:
+    """Give LMDB's lock file its blocks before LMDB maps it.
+
+    LMDB makes it sparse and writes through the mapping: on a full disk that is a SIGBUS, which no
+    program survives. Here it is an OSError.
+    """
+    if files.exists(path) and files.status(path).allocated_bytes >= LOCK_FILE_BYTES:
+        return
+    with opened(files, path, WRITE | CREATE) as file:
+        try:
+            files.allocate(file, LOCK_FILE_BYTES, keep_size=True)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
