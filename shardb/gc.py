@@ -21,7 +21,7 @@ from shardb.fsck_leftovers import OBJECT_NAME, STAGED_NAME, spare_is_used
 from shardb.fsck_view import is_held
 from shardb.objects import free_bytes_of
 from shardb.records import Record, new_record
-from shardb.state import DictTables, Tables
+from shardb.state import DictTables, Retired, Tables
 from shardb.store import Store
 from shardb.store import open as open_store
 
@@ -142,12 +142,14 @@ class _Collection:
             return set(tables.tables["objects"])
         if index.read(lambda tables: any(tables.items("condemned"))):
             try:
-                leases = self.store.leases
-                retired = index.write(lambda t: state.sweep(t, leases.leased_commits()))
-                self.store.objects.retire(retired)
+                self.store.objects.retire(reserve.with_reserve(self.files, self.root, self._sweep))
             except StorageFullError as error:
                 self.collected.notes.append(f"retired commits are kept for now: {error}")
         return index.read(lambda tables: {digest for digest, _ in tables.items("objects")})
+
+    def _sweep(self) -> list[Retired]:
+        leases = self.store.leases
+        return self.store.index.write(lambda t: state.sweep(t, leases.leased_commits()))
 
     def _debris(self) -> Iterator[tuple[str, str]]:
         for directory in ("wal", "objects"):

@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from shardb import format as store_format
-from shardb import index_image, records, refs
+from shardb import index_image, records, refs, reserve
 from shardb.errors import FormatError, NotFoundError, UsageError
 from shardb.filesystem import FileSystem, read_file
 from shardb.index import MAP_BYTES, Index
@@ -52,6 +52,7 @@ def create(files: FileSystem, root: str) -> bool:
     store_format.create_directories(files, root)
     record = new_record("init", store_id=store_id, version=store_format.FORMAT_VERSION)
     log.create_segment(START, records.pack(record))
+    reserve.ensure(files, root)
     store_format.write_format(files, root, store_id)
     return True
 

@@ -15,7 +15,7 @@ from shardb.errors import StorageFullError
 from shardb.filesystem import CREATE, WRITE, FileSystem, opened, write_all
 
 RESERVE_BYTES = 1 << 20
-RESERVE_BYTES_MIN = 64 << 10
+RESERVE_STEP_BYTES = 64 << 10
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 T = TypeVar("T")
 
@@ -26,12 +26,11 @@ def reserve_path(root: str) -> str:
 
 
 def ensure(files: FileSystem, root: str) -> bool:
-    """Allocate the reserve unless it is there; False when there is no room. Never needs room."""
+    """Allocate the reserve, or as much of it as there is room for; False when there is none."""
     path = reserve_path(root)
     if files.exists(path) and files.status(path).size_bytes >= RESERVE_BYTES:
         return True
-    size_bytes = RESERVE_BYTES
-    while size_bytes >= RESERVE_BYTES_MIN:
+    for size_bytes in range(RESERVE_BYTES, 0, -RESERVE_STEP_BYTES):
         try:
             with opened(files, path, WRITE | CREATE) as file:
                 _allocate(files, file, size_bytes)
@@ -39,7 +38,6 @@ def ensure(files: FileSystem, root: str) -> bool:
         except OSError as error:
             if error.errno not in _FULL:
                 raise
-            size_bytes //= 2
     release(files, root)
     return False
 
