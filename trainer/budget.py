@@ -85,7 +85,8 @@ def check_space(budget: Budget, store: Path) -> None:
         pinned = f" and {budget.snapshots:,} snapshots" if budget.snapshots else ""
         raise StorageFullError(
             f"{store}: the store needs {in_bytes(budget.store_bytes)} ({COPIES} copies of"
-            f" {in_bytes(budget.commit_bytes)}{pinned}), but {in_bytes(free_bytes)} are free on"
+            f" {in_bytes(budget.commit_bytes)}{pinned}, {in_bytes(STORE_OVERHEAD_BYTES)} for log"
+            f" and index), but {in_bytes(free_bytes)} are free on"
             f" {folder}"
             + (f" beside the {in_bytes(held_bytes)} it has" if held_bytes else "")
             + ": free some, take another --store, or a smaller model",

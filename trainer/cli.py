@@ -61,7 +61,7 @@ def _command(request: StopRequest) -> Callable[..., int]:
 
     def command(**flags: Any) -> int:
         given = {name: value for name, value in flags.items() if value is not None}
-        if "store" not in given:
+        if not given.keys() & {"store", "run_dir"}:
             return fail("--store is needed: where the run lives (see `train --help`)", 2)
         from trainer.start import train
 

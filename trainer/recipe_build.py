@@ -49,6 +49,10 @@ class DataFacts:
 
 def check_given(given: Given) -> list[str]:
     """Refuse what is not built; give a note for each flag that has no effect here."""
+    if "run_dir" in given:
+        raise InputError(f"--run-dir is called --store here: give --store {given['run_dir']}")
+    if given.get("json") and not given.get("dry_run"):
+        raise InputError("--json goes with --dry-run: the step log of a run is JSON already")
     notes = []
     for flag in FLAGS:
         value = given.get(flag.field)

@@ -50,7 +50,7 @@ _COMMAND = _flags(
     Scope.COMMAND,
     ("store", str, "The run's store, made if it does not exist; holds the step log in logs/."),
     ("dry_run", bool, "Print model, parameter count, shards and budgets, and stop."),
-    ("json", bool, "With --dry-run: print it as JSON."),
+    ("json", bool, "With --dry-run: print the same as JSON."),
     ("allow_network", bool, "Use a network file system: only one machine may ever open the store."),
     ("accept_changed_data", bool, "Go on although the training data is not what the run began on."),
 )
@@ -129,6 +129,7 @@ _SETTING = (
 _NO_EFFECT = _flags(
     Scope.NO_EFFECT,
     ("train", bool, "Training is what this command does."),
+    ("init_shards", bool, "A run that does not exist is begun."),
     ("max_resident_shards", int, "One shard is resident, two with prefetch."),
     ("prefetch_window", int, "The next shard is prefetched."),
     ("prefetch_optimizer_shards", bool, "Prefetch takes both shards of a stage."),
@@ -153,6 +154,12 @@ _NOT_YET = _flags(
     ("guard_replay_on_exhaust", str, "Guarded replay."),
     ("timing_sync_cuda", bool, "Synchronised timings."),
 )
+_RUN_DIR = Flag(
+    field="run_dir",
+    kind=str,
+    scope=Scope.NOT_YET,
+    help="It is called --store here.",
+)
 _STORAGE_FORMAT = Flag(
     field="shard_storage_format",
     kind=str,
@@ -169,6 +176,7 @@ FLAGS: tuple[Flag, ...] = (
     *_NO_EFFECT,
     _STORAGE_FORMAT,
     *_NOT_YET,
+    _RUN_DIR,
 )
 
 # Values of available flags that are planned and not built: named, so that the refusal says so.

@@ -92,6 +92,8 @@ BAD_INPUT: dict[str, tuple[Change, int, tuple[str, ...]]] = {
     "two tiers": (flags("--active-run-dir", "/dev/shm/x"), 2, ("not available yet",)),
     "replay": (flags("--guarded-step-replay"), 2, ("not available yet",)),
     "torch files": (flags("--shard-storage-format", "torch"), 2, ("safetensors",)),
+    "old name": (flags("--run-dir", "elsewhere"), 2, ("--store elsewhere",)),
+    "json alone": (flags("--json"), 2, ("--dry-run",)),
     "unknown flag": (flags("--learning-rte", "1"), 2, ("--learning-rte", "--learning-rate")),
     "no number": (flags("--max-steps", "many"), 2, ("--max-steps", "integer")),
     "negative": (flags("--max-steps", "-1"), 2, ("--max-steps", "at least 0")),
