@@ -5,10 +5,9 @@ Called with everything staged, written and synced; see `shardb.transaction` for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from shardb import state
 from shardb.errors import ConflictError
 from shardb.objects import StagedObject
 from shardb.records import Commit
@@ -21,7 +20,7 @@ def publish_commit(store: Store, commit: Commit, objects: Mapping[str, StagedObj
     """Name the objects, append the commit record, apply it, retire what it lets go."""
     with store.appender.exclusive("committing") as end:
         _check_parent(store, commit)
-        _place(store, commit, objects)
+        place_objects(store, commit, objects.values())
         store.appender.append(end, commit.to_record(), commit_id=commit.id)
 
 
@@ -34,16 +33,19 @@ def _check_parent(store: Store, commit: Commit) -> None:
         )
 
 
-def _place(store: Store, commit: Commit, objects: Mapping[str, StagedObject]) -> None:
+def place_objects(store: Store, commit: Commit, objects: Iterable[StagedObject]) -> None:
     """Name the staged files by content; what the store has already is not stored twice.
 
-    Only the index says what the store has: a file of the right name that no pinned commit
-    references is a leftover of unknown content, and is replaced.
+    The log's lock is held, and every object of the commit is staged or held by the store.
+
+    Only the index says what the store has, once it is swept: a file of the right name that no
+    commit references is a leftover of unknown content, and is replaced.
     """
+    store.appender.sweep()
     wanted = {entry.digest for entry in commit.shards.values()}
-    known = store.index.read(lambda tables: state.held(tables, wanted))
+    known = store.index.read(lambda tables: {d for d in wanted if tables.get("objects", d)})
     placed = set(known)
-    for staged in objects.values():
+    for staged in objects:
         if staged.digest in placed:
             store.objects.drop(staged)
         else:
