@@ -62,8 +62,12 @@ app = typer.Typer(
 )
 
 
-class _Terminated(BaseException):
-    """SIGTERM arrived: unwind, so that what is half-made is removed."""
+class _Stopped(BaseException):
+    """SIGINT or SIGTERM arrived: unwind, so that what is half-made is removed."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 @app.command("prepare", epilog=_PREPARE_EPILOG)
@@ -158,15 +162,15 @@ def main() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Parse and do; give the exit code. `--text a b c` means `--text a --text b --text c`."""
-    earlier = signal.signal(signal.SIGTERM, _terminate)
+    earlier = {n: signal.signal(n, _stop) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
         return answer(app, _spread_lists(arguments), "train-data")
-    except (typer.Abort, KeyboardInterrupt):
-        return fail("interrupted; nothing half-made is left", 130)
-    except _Terminated:
-        return fail("terminated; nothing half-made is left", 143)
+    except _Stopped as stopped:
+        name = signal.Signals(stopped.number).name
+        return fail(f"{name}: stopped, nothing half-made is left", 128 + stopped.number)
     finally:
-        signal.signal(signal.SIGTERM, earlier)
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
 
 
 def _spread_lists(arguments: Sequence[str]) -> list[str]:
@@ -185,9 +189,9 @@ def _spread_lists(arguments: Sequence[str]) -> list[str]:
     return spread
 
 
-def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    del number, frame
-    raise _Terminated
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    del frame
+    raise _Stopped(number)
 
 
 def _say(text: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zstandard
 
 from shardb.errors import ConflictError, StorageFailedError, StorageFullError
 from trainer.data import packing, readers, source_bytes
@@ -140,8 +141,6 @@ def test_does_another_seed_hold_out_other_documents(text: Path, tmp_path: Path) 
 
 
 def test_is_a_packed_or_json_file_the_same_text(text: Path, tmp_path: Path) -> None:
-    import zstandard
-
     packed = tmp_path / "stories.txt.zst"
     packed.write_bytes(zstandard.ZstdCompressor().compress(text.read_bytes()))
     lines = tmp_path / "stories.jsonl"
