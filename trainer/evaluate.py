@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from trainer.errors import InputError
-from trainer.forward import Compute, bring_in, run_stage
+from trainer.forward import bring_in, pass_through
 from trainer.head import head_loss_sum
 from trainer.model.stages import Stage
 from trainer.residency import ShardReader, ShardWindow
+from trainer.tape import Compute
 from trainer.tokens import Tokens
 
 # Batches that pass a stage together: a stage is brought in once for all of them.
@@ -59,25 +60,21 @@ class Evaluator:
     def logits(self, reader: ShardReader, ids: Tensor, *, last_only: bool = False) -> Tensor:
         """Score ids [B, T]: [B, T, V] in the compute dtype; only the last position if asked."""
         with self._window(reader) as window:
-            [hidden] = self._trunk_outputs(window, [ids])
+            [hidden] = pass_through(self.trunk, window, self.compute, [ids])
             with torch.no_grad(), window.take(f"params/{self.head.name}") as view:
                 params = bring_in(self.head, view, self.compute)
                 return self.head.forward(params, hidden[:, -1:] if last_only else hidden)
 
     def _group_loss(self, reader: ShardReader, group: Sequence[Tokens]) -> float:
         with self._window(reader) as window:
-            hidden = self._trunk_outputs(window, [batch.ids for batch in group])
+            ids = [batch.ids for batch in group]
+            hidden = pass_through(self.trunk, window, self.compute, ids)
             with window.take(f"params/{self.head.name}") as view:
                 params = bring_in(self.head, view, self.compute)
                 labels = [batch.labels for batch in group]
                 return float(
                     head_loss_sum(self.head, params, hidden, labels, chunk_tokens=self.chunk_tokens)
                 )
-
-    def _trunk_outputs(self, window: ShardWindow, inputs: list[Tensor]) -> list[Tensor]:
-        for stage in self.trunk:
-            inputs = run_stage(stage, window, self.compute, inputs)
-        return inputs
 
     def _window(self, reader: ShardReader) -> ShardWindow:
         order = [f"params/{stage.name}" for stage in (*self.trunk, self.head)]

@@ -18,6 +18,7 @@ _CHOICES = {
     "grad_clip_mode": ("global", "shard", "none"),
     "weight_decay_scope": ("all", "matrices"),
     "prefetch": ("off", "cpu"),
+    "activations": ("recompute", "keep"),
 }
 _TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -31,6 +32,8 @@ class EngineOptions:
     lm_head_chunk_tokens: tokens whose logits exist at once.
     weight_decay_scope: `all` parameters, or `matrices` only (norms and biases are spared).
     prefetch: `cpu` reads the next shard in a thread while one computes.
+    activations: `recompute` keeps each stage's inputs and computes the stage twice; `keep` holds
+        everything between forward and backward, as resident training does, and not the parameters.
 
     Raises:
         InputError: a value is outside its range; the message names the flag.
@@ -46,6 +49,7 @@ class EngineOptions:
     weight_decay: float = 0.1
     weight_decay_scope: str = "all"
     prefetch: str = "off"
+    activations: str = "recompute"
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

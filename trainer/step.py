@@ -26,12 +26,13 @@ from trainer.backward import StageGradients, replay_backward
 from trainer.clipping import clip_scale, tensor_norms, total_norm
 from trainer.device import Device
 from trainer.errors import NonFiniteError
-from trainer.forward import Compute, Trace, bring_in, trace_forward
+from trainer.forward import bring_in, trace_forward
 from trainer.head import HeadGradients, head_backward
 from trainer.model.stages import Stage
 from trainer.optimizers.adamw import AdamW, ShardUpdate
 from trainer.options import EngineOptions
 from trainer.residency import ShardReader, ShardWindow
+from trainer.tape import Compute, Tape
 from trainer.timing import StepClock
 from trainer.tokens import Tokens
 
@@ -105,44 +106,50 @@ class TrainStep:
         """Do the whole step on `batches`, which hold at least one label that counts."""
         with self._window:
             ids = [batch.ids for batch in batches]
-            trace = trace_forward(self._model.trunk, self._window, self._compute, ids)
+            tapes = trace_forward(
+                self._model.trunk,
+                self._window,
+                self._compute,
+                ids,
+                keep_activations=self._model.options.activations == "keep",
+            )
             if self._model.options.grad_clip_mode == "global":
-                self._update_after_last(self._replay(trace, batches))
+                self._update_after_last(self._replay(tapes, batches))
             else:
-                for ready in self._replay(trace, batches):
+                for ready in self._replay(tapes, batches):
                     self._update(ready, self._shard_scale(self._norms[ready.stage.name]))
         self._model.device.wait()
         return self._result(batches)
 
-    def _replay(self, trace: Trace, batches: Sequence[Tokens]) -> Iterator[StageGradients]:
+    def _replay(self, tapes: list[Tape], batches: Sequence[Tokens]) -> Iterator[StageGradients]:
         """Yield every shard's gradients, their norms taken, from the head to the embeddings."""
         model = self._model
         with self._window.take(f"params/{model.head.name}") as view:
-            found = self._head(view, trace, batches)
+            found = self._head(view, tapes, batches)
             if not model.tied:
                 yield self._measured(model.head, view, found.params)
         start = found.params if model.tied else None
         for ready in replay_backward(
-            model.trunk, self._window, self._compute, trace, found.hidden, start
+            model.trunk, self._window, self._compute, tapes, found.hidden, start
         ):
             yield self._measured(ready.stage, ready.view, ready.gradients)
 
-    def _head(self, view: ShardView, trace: Trace, batches: Sequence[Tokens]) -> HeadGradients:
+    def _head(self, view: ShardView, tapes: list[Tape], batches: Sequence[Tokens]) -> HeadGradients:
         params = bring_in(self._model.head, view, self._compute)
         valid_tokens = sum(batch.valid_count for batch in batches)
         with self._clock.measure("head_kernel_seconds"):
             found = head_backward(
                 self._model.head,
                 params,
-                trace.outputs,
+                tapes[-1].outputs,
                 [batch.labels for batch in batches],
                 valid_tokens=valid_tokens,
                 chunk_tokens=self._model.options.lm_head_chunk_tokens,
             )
         self._loss = float(found.loss_sum) / valid_tokens
         if not math.isfinite(self._loss):
-            raise _diverged(self._model.trunk, trace, self._loss)
-        trace.outputs.clear()
+            raise _diverged(self._model.trunk, tapes, self._loss)
+        tapes[-1].outputs.clear()
         return found
 
     def _measured(
@@ -246,11 +253,10 @@ def _shard_order(model: StepModel) -> list[str]:
     return order
 
 
-def _diverged(trunk: Sequence[Stage], trace: Trace, loss: float) -> NonFiniteError:
+def _diverged(trunk: Sequence[Stage], tapes: list[Tape], loss: float) -> NonFiniteError:
     """Name the first stage whose output is not finite."""
-    outputs = [*trace.inputs[1:], trace.outputs]
-    for stage, tensors in zip(trunk, outputs, strict=True):
-        if not all(bool(torch.isfinite(x).all()) for x in tensors):
+    for stage, tape in zip(trunk, tapes, strict=True):
+        if not all(bool(torch.isfinite(x).all()) for x in tape.outputs):
             return NonFiniteError(
                 f"the loss is {loss}: the first values that are not finite leave {stage.name}; "
                 "nothing was committed; resume with a lower --learning-rate",
