@@ -106,10 +106,23 @@ class Appender:
                 }
             )
 
+    def sweep(self) -> None:
+        """Retire what nothing pins or leases any more; then every object in the index is there.
+
+        Tables that were made anew from the log tell of condemned commits that were swept before.
+        """
+        store = self._store
+        if store.index.read(lambda tables: any(True for _ in tables.items("condemned"))):
+            leased = store.leases.leased_commits
+            for item in store.index.write(lambda tables: state.sweep(tables, leased())):
+                self._retire(item)
+
     def _retire(self, item: Retired) -> None:
         """Take an object that nothing references out of `objects/`, and its image out of memory."""
         store = self._store
         buffer = store.cache.pop(item.digest)
+        if buffer is not None and buffer.inode != store.objects.inode(item.digest):
+            buffer.disown()  # another process recycled the file that is mapped here
         if buffer is not None and buffer.path is not None:
             store.objects.hold(item.digest, buffer)
         else:

@@ -4,6 +4,9 @@ Owns anonymous mappings whose size is a multiple of 4 KiB, aligned for direct I/
 backed by 2 MiB pages. A buffer is reused only when no array made from it is alive: every exported
 array holds a ctypes object whose end is counted. Knows nothing of shards.
 
+An array may end at any moment, in a garbage collection in the middle of any line. So its end takes
+no lock: it is noted in a queue, and read when the next buffer is wanted.
+
 Reuse matters: the first touch of fresh memory costs 0.3 to 0.5 s a GiB.
 """
 
@@ -13,6 +16,7 @@ import ctypes
 import mmap
 import threading
 import weakref
+from collections import deque
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,53 +36,63 @@ class Pool(Protocol):
     """Where buffers come from and go back to."""
 
     def take(self, length: int, branch: str) -> PooledBuffer: ...
-    def put_back(self, buffer: PooledBuffer) -> None: ...
+    def put_back(self, buffer: PooledBuffer) -> None:
+        """Take a buffer back that may be idle now. Takes no lock: see above."""
 
 
 class PooledBuffer:
-    """One stable piece of host memory; `path` is its file when it is the mapping of one."""
+    """One stable piece of host memory; with `path` and `inode` of its file when it maps one."""
 
-    def __init__(self, mapping: mmap.mmap, path: str | None = None) -> None:
+    def __init__(
+        self, mapping: mmap.mmap, path: str | None = None, inode: int | None = None
+    ) -> None:
         self.size_bytes = len(mapping)
         self.path = path
+        self.inode = inode
         self._map = mapping
         self._lock = threading.Lock()
-        self._exports = 0
+        self._given = 0
+        self._ended: deque[None] = deque()
         self._released: Pool | None = None
 
     @property
     def exports(self) -> int:
         """Arrays, and everything made from them, that are still alive."""
-        return self._exports
+        return self._given - len(self._ended)
 
     def array(self, length: int, *, writable: bool) -> Bytes:
         """The first `length` bytes as an array; the buffer is not reused while it lives."""
         owner: Any = (ctypes.c_char * self.size_bytes).from_buffer(self._map)
         with self._lock:
-            self._exports += 1
+            self._given += 1
         weakref.finalize(owner, self._array_gone).atexit = False
         array: Bytes = np.frombuffer(owner, dtype=np.uint8, count=length)
         array.flags.writeable = writable
         return array
 
     def _array_gone(self) -> None:
-        with self._lock:
-            self._exports -= 1
-            pool = self._released if self._exports == 0 else None
-        if pool is not None:
+        self._ended.append(None)
+        pool = self._released
+        if pool is not None and self.exports == 0:
             pool.put_back(self)
 
     def release(self, pool: Pool) -> None:
         """Give the buffer back: at once, or when its last array is gone."""
-        with self._lock:
-            self._released = pool
-            idle = self._exports == 0
-        if idle:
+        self._released = pool
+        if self.exports == 0:
             pool.put_back(self)
 
-    def reuse(self) -> None:
-        assert self._exports == 0
-        self._released = None
+    def disown(self) -> None:
+        """Forget the file: it belongs to somebody else now."""
+        self.path = None
+
+    def settle(self) -> bool:
+        """Leave the queue of a pool; False when it was in it twice, or is not idle."""
+        with self._lock:
+            if self._released is None or self.exports:
+                return False
+            self._released = None
+            return True
 
 
 class BufferPool:
@@ -88,28 +102,36 @@ class BufferPool:
         self._limit_bytes = limit_bytes
         self._free: dict[int, list[PooledBuffer]] = {}
         self._free_bytes = 0
+        self._returned: deque[PooledBuffer] = deque()
         self._lock = threading.Lock()
 
     @property
     def free_bytes(self) -> int:
-        return self._free_bytes
+        """Bytes that wait for their next use."""
+        with self._lock:
+            self._collect()
+            return self._free_bytes
 
     def take(self, length: int, branch: str) -> PooledBuffer:
         """A buffer of at least `length` bytes. Its content is arbitrary."""
         del branch  # memory belongs to nobody
         size = padded(length, HUGE_PAGE_BYTES if length >= HUGE_PAGE_BYTES else PAGE_BYTES)
         with self._lock:
+            self._collect()
             waiting = self._free.get(size)
             if waiting:
                 self._free_bytes -= size
-                buffer = waiting.pop()
-                buffer.reuse()
-                return buffer
+                return waiting.pop()
         return PooledBuffer(_anonymous(size))
 
     def put_back(self, buffer: PooledBuffer) -> None:
-        with self._lock:
-            if self._free_bytes + buffer.size_bytes <= self._limit_bytes:
+        self._returned.append(buffer)
+
+    def _collect(self) -> None:
+        while self._returned:
+            buffer = self._returned.popleft()
+            fits = self._free_bytes + buffer.size_bytes <= self._limit_bytes
+            if buffer.settle() and fits:
                 self._free_bytes += buffer.size_bytes
                 self._free.setdefault(buffer.size_bytes, []).append(buffer)
 

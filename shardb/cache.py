@@ -28,28 +28,35 @@ class ImageCache:
     def bytes(self) -> int:
         return self._bytes
 
-    def get(self, digest: str) -> tuple[Layout, Bytes] | None:
-        """The image of an object, read-only, if it is here."""
+    def get(self, digest: str, inode: int | None = None) -> tuple[Layout, Bytes] | None:
+        """The image of an object, read-only, if it is here.
+
+        With `inode` an image that maps a file is given only if that is the file: another process
+        may have recycled the one that was mapped here.
+        """
         with self._lock:
             found = self._images.get(digest)
-            if found is None:
+            if found is None or (inode is not None and found[1].inode != inode):
                 return None
             self._images.move_to_end(digest)
             layout, buffer = found
             return layout, buffer.array(layout.size_bytes, writable=False)
 
     def put(self, digest: str, layout: Layout, buffer: PooledBuffer) -> None:
-        """Take over a buffer that holds the object `digest`."""
+        """Take over a buffer that holds the object `digest`.
+
+        It takes the place of an older one: if they map files, only this one's has the name now.
+        """
         with self._lock:
-            known = digest in self._images
-            if not known:
-                self._images[digest] = (layout, buffer)
-                self._bytes += buffer.size_bytes
-            evicted = [] if known else self._evict()
-        for old in evicted:
+            known = self._images.pop(digest, None)
+            if known is not None:
+                self._bytes -= known[1].size_bytes
+                known[1].disown()
+            self._images[digest] = (layout, buffer)
+            self._bytes += buffer.size_bytes
+            evicted = self._evict()
+        for old in [*evicted, *([known[1]] if known is not None else [])]:
             old.release(self._pool)
-        if known:
-            buffer.release(self._pool)
 
     def pop(self, digest: str) -> PooledBuffer | None:
         """Forget an object that is retired; the caller releases its buffer."""

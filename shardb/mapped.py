@@ -9,6 +9,7 @@ writes are slower than direct ones and their errors come too late.
 from __future__ import annotations
 
 import threading
+from collections import deque
 
 from shardb.buffers import PooledBuffer
 from shardb.filesystem import CREATE, EXCLUSIVE, WRITE, opened
@@ -21,6 +22,7 @@ class MappedPool:
     def __init__(self, objects: ObjectFiles) -> None:
         self._objects = objects
         self._free: dict[int, list[PooledBuffer]] = {}
+        self._returned: deque[PooledBuffer] = deque()
         self._lock = threading.Lock()
 
     def take(self, length: int, branch: str) -> PooledBuffer:
@@ -33,7 +35,6 @@ class MappedPool:
             except FileNotFoundError:
                 continue  # `gc` took the file; its mapping goes with it
             buffer.path = staged
-            buffer.reuse()
             return buffer
         path, fresh = self._objects.staged_path(branch, length)
         files = self._objects.files
@@ -42,19 +43,26 @@ class MappedPool:
                 # Reserved now: a full RAM disk must be an error here, not a SIGBUS while filling.
                 files.allocate(file, length, keep_size=False)
             mapping = files.map(file, length, writable=True)
-        return PooledBuffer(mapping, path)
+        return PooledBuffer(mapping, path, files.status(path).inode)
 
     def put_back(self, buffer: PooledBuffer) -> None:
-        """Keep a file for reuse; called when the last array over it is gone."""
-        assert buffer.path is not None
-        try:
-            buffer.path = self._objects.set_free(buffer.path, buffer.size_bytes)
-        except OSError:
-            return  # the file is gone or cannot be renamed: the next writer reclaims it
+        self._returned.append(buffer)
+
+    def collect(self) -> None:
+        """Give the files of idle buffers the names of files that wait for reuse."""
         with self._lock:
-            self._free.setdefault(buffer.size_bytes, []).append(buffer)
+            while self._returned:
+                buffer = self._returned.popleft()
+                if not buffer.settle() or buffer.path is None:
+                    continue
+                try:
+                    buffer.path = self._objects.set_free(buffer.path, buffer.size_bytes)
+                except OSError:
+                    continue  # gone, or cannot be renamed: the next writer reclaims it
+                self._free.setdefault(buffer.size_bytes, []).append(buffer)
 
     def _waiting(self, length: int) -> PooledBuffer | None:
+        self.collect()
         with self._lock:
             waiting = self._free.get(length)
             return waiting.pop() if waiting else None

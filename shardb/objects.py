@@ -15,6 +15,7 @@ import os
 import re
 import threading
 import weakref
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,7 +57,8 @@ class ObjectFiles:
         self.spare_directory = f"{root}/spare"
         self._verify = verify
         self._verified: set[str] = set()
-        self._mapped: dict[str, int] = {}
+        self._mapped: Counter[str] = Counter()
+        self._unmapped: deque[str] = deque()  # filled by garbage collection, which takes no lock
         self._lock = threading.Lock()
         self._direct = DIRECT != 0
         self._free: dict[int, list[str]] | None = None
@@ -87,8 +89,9 @@ class ObjectFiles:
             raise ObjectMissingError(
                 f"{path}: the object is missing; run `shardb fsck`", path=path
             ) from error
-        self._count_mapping(digest, 1)
-        weakref.finalize(mapping, self._count_mapping, digest, -1).atexit = False
+        with self._lock:
+            self._mapped[digest] += 1
+        weakref.finalize(mapping, self._unmapped.append, digest).atexit = False
         image: Bytes = np.frombuffer(mapping, dtype=np.uint8)
         if self._verify and digest not in self._verified:
             self._check_digest(path, digest, image)
@@ -104,13 +107,22 @@ class ObjectFiles:
             )
         self._verified.add(digest)
 
-    def _count_mapping(self, digest: str, change: int) -> None:
+    def _is_mapped(self, digest: str) -> bool:
+        """Whether views of an object, opened from its file, are alive in this process."""
         with self._lock:
-            count = self._mapped.get(digest, 0) + change
-            if count:
-                self._mapped[digest] = count
-            else:
-                self._mapped.pop(digest, None)
+            while self._unmapped:
+                ended = self._unmapped.popleft()
+                self._mapped[ended] -= 1
+                if not self._mapped[ended]:
+                    del self._mapped[ended]
+            return digest in self._mapped
+
+    def inode(self, digest: str) -> int | None:
+        """The number of an object's file; None when it is not there."""
+        try:
+            return self.files.status(self.path(digest)).inode
+        except FileNotFoundError:
+            return None
 
     # Writing
 
@@ -257,8 +269,8 @@ class ObjectFiles:
             self._verified.discard(item.digest)
             path = self.path(item.digest)
             try:
-                if item.digest in self._mapped:
-                    # Views of it are alive in this process: keep their bytes, give up the file.
+                if self._is_mapped(item.digest):
+                    # Their bytes must stay: give up the file.
                     self.files.unlink(path)
                 else:
                     self._to_spare(path, item.bytes)
@@ -269,8 +281,11 @@ class ObjectFiles:
         """Take a retired mapped object out of `objects/`; it is free when its buffer is."""
         self._verified.discard(digest)
         held = f"{self.spare_directory}/held.{buffer.size_bytes}.{os.urandom(8).hex()}"
-        self.files.rename(self.path(digest), held)
         buffer.path = held
+        try:
+            self.files.rename(self.path(digest), held)
+        except FileNotFoundError:
+            buffer.disown()
 
     def set_free(self, path: str, size: int) -> str:
         """Give a file of `spare/` the name of one that waits for reuse; return it."""
@@ -293,8 +308,9 @@ class ObjectFiles:
         for name in self.files.list(self.spare_directory):
             if name.startswith("held."):
                 self.files.unlink(f"{self.spare_directory}/{name}")
-        prefix = f"staged.{branch_token(branch)}."
-        names = [n for n in self.files.list(self.spare_directory) if n.startswith(prefix)]
+        mine = f"staged.{branch_token(branch)}"
+        listed = self.files.list(self.spare_directory)
+        names = [name for name in listed if name.rpartition(".")[0] == mine]
         reclaimed = [n for n in names if f"{self.spare_directory}/{n}" not in keep]
         for name in reclaimed:
             path = f"{self.spare_directory}/{name}"

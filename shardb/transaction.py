@@ -169,8 +169,8 @@ class Transaction:
         """Drop everything staged. Nothing of it was ever visible."""
         if not self._open:
             return
-        for staged in self._staged.values():
-            self._give_back(staged)
+        while self._staged:  # one by one: an interrupt in the middle must not give back twice
+            self._give_back(self._staged.popitem()[1])
         self._close()
 
     def forget(self) -> None:
