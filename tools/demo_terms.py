@@ -45,11 +45,11 @@ FULL = Size(
     vocab_size=2000,
     seq_len=128,
     val_fraction=0.05,
-    batch_rows=8,
+    batch_rows=4,
     model_flags=("--preset", "demo"),
     training_seconds=170.0,
     steps=None,
-    learning_rate=3e-3,
+    learning_rate=2e-3,
     prompt="KING HENRY.\n",
     sample_tokens=160,
 )
@@ -154,9 +154,9 @@ class Folder:
 
 
 def planned(plan: Plan, seconds_a_step: float) -> Plan:
-    """Choose how many steps fit the time: a multiple of 20, at least 60, at most 1,200."""
+    """Choose how many steps fit the time: a multiple of 20, at least 60, at most 2,000."""
     steps = plan.size.steps
     if steps is None:
         fitting = int(plan.size.training_seconds / seconds_a_step)
-        steps = max(60, min(1200, fitting // 20 * 20))
+        steps = max(60, min(2000, fitting // 20 * 20))
     return replace(plan, steps=steps, kill_step=steps // 2)

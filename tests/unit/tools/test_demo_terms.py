@@ -79,7 +79,7 @@ def test_is_a_broken_marker_told(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds_a_step", "steps"), [(0.001, 1200), (0.5, 340), (1.0, 160), (60.0, 60)]
+    ("seconds_a_step", "steps"), [(0.001, 2000), (0.5, 340), (1.0, 160), (60.0, 60)]
 )
 def test_do_the_steps_fit_the_time(seconds_a_step: float, steps: int) -> None:
     plan = planned(Plan(text="plays", quick=False), seconds_a_step)
