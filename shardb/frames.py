@@ -22,12 +22,17 @@ from dataclasses import dataclass
 
 import xxhash
 
+from shardb.errors import LogDamagedError
+
 MAGIC = b"SDBW"
 HEADER = struct.Struct("<4sIQ16s8s16s")
 HEADER_BYTES = HEADER.size
 DIGESTED_BYTES = HEADER_BYTES - 16
 PAYLOAD_LIMIT_BYTES = 1 << 30
 NO_DIGEST = bytes(16)
+# What a search for a record behind damage may digest: so many passes over its bytes, and a bit.
+SEARCH_PASSES = 16
+SEARCH_LIMIT_BYTES = 64 << 20
 _RESERVED = bytes(8)
 
 
@@ -74,13 +79,27 @@ def decode(data: memoryview, offset: int) -> Frame | None:
 
 
 def find_valid(data: memoryview, start: int) -> Frame | None:
-    """Return the first valid frame that begins at or behind `start`, searching every byte."""
+    """Return the first valid frame that begins at or behind `start`, searching every byte.
+
+    Raises LogDamagedError when so much looks like a header that digesting what each one promises
+    would not end: nothing the store writes looks like that.
+    """
     raw = bytes(data[start:])
+    left_bytes = SEARCH_LIMIT_BYTES + SEARCH_PASSES * len(raw)
     position = raw.find(MAGIC)
     while position >= 0:
         frame = decode(data, start + position)
         if frame is not None:
             return frame
+        promised_bytes = int.from_bytes(raw[position + 4 : position + 8], "little")
+        left_bytes -= min(promised_bytes, len(raw) - position)
+        if left_bytes < 0:
+            raise LogDamagedError(
+                f"more than {SEARCH_PASSES} passes over {len(raw)} bytes of log found no record in "
+                "what looks like many; this is no log that was written here. Put the file back "
+                "from a copy, or run `shardb repair`",
+                offset=start,
+            )
         position = raw.find(MAGIC, position + 1)
     return None
 
