@@ -20,11 +20,11 @@ from shardb.errors import CorruptionError, FormatError
 from shardb.filesystem import FileSystem, read_file
 from shardb.findings import Finding, Report
 from shardb.fsck_impact import needed_objects, object_finding
-from shardb.fsck_index import IndexState, IndexUnreadableError, read_index
 from shardb.fsck_leftovers import find_leftovers
 from shardb.fsck_log import check_log, restore_command
 from shardb.fsck_objects import Checked, ObjectFault, Wanted, check_objects, inspect_object
 from shardb.fsck_view import View, take_view
+from shardb.index_state import IndexState, IndexUnreadableError, read_index
 from shardb.state import DictTables
 
 

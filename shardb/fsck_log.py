@@ -20,9 +20,9 @@ from shardb.errors import LogDamagedError
 from shardb.filesystem import FileSystem
 from shardb.findings import Finding, Severity
 from shardb.frames import Frame
-from shardb.fsck_index import IndexState, differences
 from shardb.fsck_view import View
 from shardb.history import LogEntry, LogFault, read_log
+from shardb.index_state import IndexState, position_differences
 from shardb.log import Log
 from shardb.state import DictTables
 
@@ -145,7 +145,7 @@ class _Replaying:
         self.is_other_log = entry.frame.digest != index.applied.digest
         if self.is_other_log or not self.trusted:
             return
-        found = differences(index.tables, self.tables)
+        found = position_differences(index, entry.frame, entry.sequence, self.tables)
         more = f" ({len(found)} entries differ)" if len(found) > SHOWN_DIFFERENCES_MAX else ""
         path = f"{self.view.root}/index/data.mdb"
         for difference in found[:SHOWN_DIFFERENCES_MAX]:

@@ -16,14 +16,18 @@ from typing import Any
 
 import msgpack
 
-from shardb import index_image
+from shardb import index_image, records, state
+from shardb.errors import ShardbError
+from shardb.frames import Frame
 from shardb.index import applied_position
-from shardb.log import Position
+from shardb.log import Log, Position
 from shardb.records import Commit
 from shardb.state import TABLES, DictTables
 
 COMPARED = ("branches", "snapshots", "commits", "pins", "abandoned")
-META_COMPARED = ("store_id", "policy")
+META_COMPARED = ("store_id", "policy", "closed")
+# A longer segment is not replayed at every opening; a check does it whatever the length.
+REPLAYED_BYTES_MAX = 16 << 20
 
 
 class IndexUnreadableError(Exception):
@@ -73,6 +77,43 @@ def _check_rows(tables: DictTables) -> None:
         _ = [commits[commit] for commit in (row["head"], *row["retained"])]
     for row in tables.tables["snapshots"].values():
         _ = commits[row["commit"]]
+
+
+def disagreement(log: Log, index: IndexState) -> str | None:
+    """What the index has that the log does not give at its position; None where they agree.
+
+    Replays the one segment that the index has reached. None too where the log cannot tell: whether
+    it is the log that the index has seen is for the caller's stricter reading to judge.
+    """
+    applied = index.applied
+    try:
+        if not applied.lsn or log.size_bytes(applied.sequence) > REPLAYED_BYTES_MAX:
+            return None
+        tables = DictTables()
+        for frame in log.scan(applied.sequence).frames:
+            state.apply(tables, records.unpack(frame.payload))
+            state.sweep(tables, ())
+            if (frame.lsn, frame.digest) == (applied.lsn, applied.digest):
+                return _first(position_differences(index, frame, applied.sequence, tables))
+    except (OSError, ShardbError, AssertionError):
+        return None
+    return None
+
+
+def position_differences(
+    index: IndexState, frame: Frame, sequence: int, tables: DictTables
+) -> list[Difference]:
+    """Where an index differs from the log, `frame` being the record that it applied last."""
+    told, is_at = (index.applied.sequence, index.applied.offset), (sequence, frame.end)
+    found = differences(index.tables, tables)
+    if told != is_at:
+        expected, actual = (f"segment {s}, byte {offset}" for s, offset in (is_at, told))
+        found.append(Difference(table="meta", key="applied", expected=expected, found=actual))
+    return found
+
+
+def _first(found: list[Difference]) -> str | None:
+    return f"{found[0].table} {found[0].key}: {found[0].found}" if found else None
 
 
 def differences(index: DictTables, log: DictTables) -> list[Difference]:

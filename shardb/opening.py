@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from shardb import format as store_format
-from shardb import index_image, records, refs, reserve
+from shardb import index_state, records, refs, reserve
 from shardb.errors import FormatError, NotFoundError, UsageError
 from shardb.filesystem import FileSystem, read_file
 from shardb.index import MAP_BYTES, Index
@@ -91,7 +91,7 @@ def open_index(store: Store, report: RecoveryReport) -> Index:
         alone = locks.share_index()
         if not alone:
             locks.settle_index()
-        elif (why := _why_unusable(files, directory)) is not None:
+        elif (why := _why_unusable(files, directory, store.log)) is not None:
             _set_aside(files, directory, why, report)
         index = Index(files, directory)
         if alone and not _has_history(store.log):
@@ -107,20 +107,21 @@ def open_index(store: Store, report: RecoveryReport) -> Index:
     return index
 
 
-def _why_unusable(files: FileSystem, directory: str) -> str | None:
-    """Why the index cannot be opened safely; None when it can, or when there is none.
+def _why_unusable(files: FileSystem, directory: str, log: Log) -> str | None:
+    """Why the index cannot be used; None when it can, or when there is none.
 
     LMDB trusts its file: a truncated or scribbled one can end the process. So its pages are walked
-    with every bound checked before it is mapped.
+    with every bound checked before it is mapped, and its entries compared with the log's records.
     """
     path = f"{directory}/data.mdb"
     if not files.exists(path):
         return "missing"
     try:
-        index_image.read_image(read_file(files, path, limit_bytes=MAP_BYTES))
-    except index_image.ImageError as error:
+        index = index_state.read_index(read_file(files, path, limit_bytes=MAP_BYTES))
+    except index_state.IndexUnreadableError as error:
         return str(error)
-    return None
+    found = index_state.disagreement(log, index)
+    return None if found is None else f"it is not what the log says: {found}"
 
 
 def _set_aside(files: FileSystem, directory: str, why: str, report: RecoveryReport) -> None:
