@@ -38,6 +38,7 @@ class Budget:
     shards: Mapping[str, int]
     snapshots: int
     memory: Mapping[str, int]
+    activations: str = "recompute"
 
     @property
     def commit_bytes(self) -> int:
@@ -58,11 +59,13 @@ class Budget:
 def budget_of(recipe: Recipe, settings: Settings) -> Budget:
     """Work out the budgets of a run."""
     every, stop = settings.snapshot_every, settings.max_steps
+    activations = _activations(recipe, settings)
     return Budget(
         parameter_count=parameter_count(recipe.model),
         shards=shard_bytes(recipe.model),
         snapshots=stop // every if every and stop else 0,
-        memory=_memory(recipe, settings),
+        memory=_memory(recipe, settings, activations),
+        activations=activations,
     )
 
 
@@ -133,7 +136,16 @@ def in_bytes(count: int) -> str:
     return f"{size:.2f} TB"
 
 
-def _memory(recipe: Recipe, settings: Settings) -> dict[str, int]:
+def _activations(recipe: Recipe, settings: Settings) -> str:
+    """Choose `keep` where `auto` was given and all of it takes at most half of what is free."""
+    if settings.activations != "auto":
+        return settings.activations
+    kept_bytes = sum(_memory(recipe, settings, "keep").values())
+    fits = recipe.device == "cpu" and kept_bytes <= machine_memory()[1] // 2
+    return "keep" if fits else "recompute"
+
+
+def _memory(recipe: Recipe, settings: Settings, activations: str) -> dict[str, int]:
     """Estimate the parts; each is what a step holds at its fullest moment, or a little more."""
     model, sizes = recipe.model, shard_bytes(recipe.model)
     commit_bytes = sum(sizes.values())
@@ -146,6 +158,8 @@ def _memory(recipe: Recipe, settings: Settings) -> dict[str, int]:
     inside_block = 10 * model.hidden_size + 6 * model.intermediate_size
     scores = 2 * recipe.micro_batch_size * model.num_heads * recipe.seq_len**2
     chunk = min(recipe.lm_head_chunk_tokens, tokens)
+    block = item * (2 * tokens * inside_block + scores)
+    kept = model.num_layers * recipe.gradient_accumulation_steps * block
     return {
         "the runtime": RUNTIME_BYTES,
         "one stage's shards, old and new": buffers * largest,
@@ -157,7 +171,7 @@ def _memory(recipe: Recipe, settings: Settings) -> dict[str, int]:
         * recipe.seq_len
         * model.hidden_size
         * item,
-        "one block's activations": item * (2 * tokens * inside_block + scores),
+        "activations inside blocks": block + (kept if activations == "keep" else 0),
         "one chunk's logits": 3 * 4 * chunk * model.vocab_size,
     }
 

@@ -30,6 +30,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "grad_clip_mode": ("global", "shard", "none"),
     "lr_schedule": SHAPES,
     "prefetch_shards": ("off", "cpu"),
+    "activations": ("auto", "keep", "recompute"),
 }
 
 
@@ -127,6 +128,7 @@ class Settings:
     max_validation_batches: int = 50
     snapshot_every: int = 0
     prefetch_shards: str = "off"
+    activations: str = "auto"
     async_shard_writes: bool = True
     max_pending_shard_writes: int = 4
 

@@ -115,6 +115,7 @@ _SETTING = (
         ("validate_every", int, "Validate at every N-th step, and at the last; 0: never."),
         ("max_validation_batches", int, "Batches of one validation."),
         ("prefetch_shards", str, "off, or cpu: read the next shard while this one computes."),
+        ("activations", str, "keep them for the backward pass, recompute, or auto: what fits."),
         ("async_shard_writes", bool, "Write shards in the background of the step."),
         ("max_pending_shard_writes", int, "Shards that may wait to be written."),
     ),

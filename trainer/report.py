@@ -30,6 +30,7 @@ def report_json(recipe: Recipe, settings: Settings, budget: Budget) -> dict[str,
             "bytes_written": _written(budget, settings),
             "memory_bytes_estimate": budget.memory_bytes,
             "memory": dict(budget.memory),
+            "activations": budget.activations,
         },
     }
 
@@ -48,10 +49,16 @@ def report_text(recipe: Recipe, settings: Settings, budget: Budget) -> str:
         *(f"  {name:<{width}}  {size:>15,} bytes" for name, size in budget.shards.items()),
         f"store       {in_bytes(budget.store_bytes)} at most: {COPIES} copies{snapshots}",
         f"written     {in_bytes(budget.commit_bytes)} a step{in_all}",
-        f"memory      about {in_bytes(budget.memory_bytes)}",
+        f"memory      about {in_bytes(budget.memory_bytes)}; {_ACTIVATIONS[budget.activations]}",
         *(f"  {part:<32}  {in_bytes(size):>12}" for part, size in budget.memory.items()),
     ]
     return "\n".join(lines)
+
+
+_ACTIVATIONS = {
+    "keep": "activations are kept for the backward pass",
+    "recompute": "activations are computed again in the backward pass",
+}
 
 
 def _model_text(model: ModelConfig) -> str:

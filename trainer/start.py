@@ -104,7 +104,7 @@ def train(given: Given, request: StopRequest, say: Callable[[str], None]) -> int
         progress.close()
 
 
-def engine_for(recipe: Recipe, settings: Settings) -> Engine:
+def engine_for(recipe: Recipe, settings: Settings, activations: str = "recompute") -> Engine:
     """Make the engine of a run; sets the number of torch's threads, on which sums depend."""
     torch.set_num_threads(recipe.threads)
     options = EngineOptions(
@@ -118,6 +118,7 @@ def engine_for(recipe: Recipe, settings: Settings) -> Engine:
         weight_decay=recipe.weight_decay,
         weight_decay_scope=recipe.weight_decay_scope,
         prefetch=settings.prefetch_shards,
+        activations=activations,
     )
     return Engine(recipe.model, options, Device.from_name(recipe.device))
 
@@ -239,7 +240,7 @@ def _plan_resumed(path: Path, stored: StoredRun, given: Given, notes: list[str])
 
 def _carry_out(plan: Plan, progress: Progress, request: StopRequest, *, allow_network: bool) -> int:
     """Open the store, step until the end, and say how it ended."""
-    engine = engine_for(plan.recipe, plan.settings)
+    engine = engine_for(plan.recipe, plan.settings, plan.budget.activations)
     background = plan.settings.async_shard_writes
     with shardb.open(
         plan.store,

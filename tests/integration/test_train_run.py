@@ -101,11 +101,22 @@ def test_each_line_has_what_scripts_read(data: Path, tmp_path: Path) -> None:
         assert line["tokens_seen"] == line["step"] * 4 * 16
 
 
-@pytest.mark.parametrize("prefetch", ["off", "cpu"])
-def test_settings_change_no_bit(data: Path, tmp_path: Path, prefetch: str) -> None:
+@pytest.mark.parametrize(("prefetch", "activations"), [("off", "keep"), ("cpu", "recompute")])
+def test_settings_change_no_bit(
+    data: Path, tmp_path: Path, prefetch: str, activations: str
+) -> None:
     plain, other = tmp_path / "plain", tmp_path / "other"
-    assert train_here(arguments(plain, data, "--max-steps", "3")) == 0
-    settings = ["--prefetch-shards", prefetch, "--no-async-shard-writes", "--snapshot-every", "2"]
+    plainly = ["--max-steps", "3", "--activations", "recompute"]
+    assert train_here(arguments(plain, data, *plainly)) == 0
+    settings = [
+        "--prefetch-shards",
+        prefetch,
+        "--activations",
+        activations,
+        "--no-async-shard-writes",
+        "--snapshot-every",
+        "2",
+    ]
     settings += ["--val-data-dir", str(data / "val"), "--validate-every", "1"]
     assert train_here([*arguments(other, data, "--max-steps", "3"), *settings]) == 0
     with shardb.open(plain) as one, shardb.open(other) as two:

@@ -19,6 +19,7 @@ DATA = DataFacts(seq_len=512, digest="d" * 32, end_of_text_id=None)
 
 def run_of(**given: object) -> tuple[Recipe, Settings]:
     given = {"preset": "perkunas-v2.8-50m", "data_dir": "rows", **given}
+    given.setdefault("micro_batch_size", 8)
     return new_run(given, DATA, device="cpu", threads=1)
 
 
@@ -34,15 +35,30 @@ def test_the_store_holds_three_copies_and_the_snapshots() -> None:
 
 
 def test_memory_grows_where_it_should() -> None:
-    recipe, settings = run_of()
+    recipe, settings = run_of(activations="recompute")
     base = budget_of(recipe, settings).memory
     rows = budget_of(replace(recipe, gradient_accumulation_steps=4), settings).memory
     assert rows["boundary activations"] == 4 * base["boundary activations"]
-    assert rows["one block's activations"] == base["one block's activations"]
+    assert rows["activations inside blocks"] == base["activations inside blocks"]
     chunk = budget_of(replace(recipe, lm_head_chunk_tokens=512), settings).memory
     assert chunk["one chunk's logits"] * 8 == base["one chunk's logits"]
     shard = budget_of(replace(recipe, grad_clip_mode="shard"), settings).memory
     assert shard["gradients"] < base["gradients"] / 5
+
+
+def test_activations_are_kept_only_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, settings = run_of()
+    monkeypatch.setattr(budgets, "machine_memory", lambda: (64 << 30, 64 << 30))
+    kept = budget_of(recipe, settings)
+    monkeypatch.setattr(budgets, "machine_memory", lambda: (2 << 30, 2 << 30))
+    recomputed = budget_of(recipe, settings)
+    assert (kept.activations, recomputed.activations) == ("keep", "recompute")
+    assert kept.memory_bytes > recomputed.memory_bytes
+    asked = replace(settings, activations="keep")
+    assert budget_of(recipe, asked) == kept
+    other = replace(recipe, device="cuda:0")
+    monkeypatch.setattr(budgets, "machine_memory", lambda: (64 << 30, 64 << 30))
+    assert budget_of(other, settings).activations == "recompute"
 
 
 def small_budget(**memory: int) -> Budget:
