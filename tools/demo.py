@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -30,6 +31,7 @@ from tools.demo_train import read_steps, trainer_environment, watch
 DEFAULT_TEXT = "Shakespeare's plays"
 SEED = "7"
 SPEED_STEPS = 12
+VALIDATIONS = 8
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -107,7 +109,7 @@ def _plan_steps(folder: Folder, plan: Plan) -> Plan:
     if plan.size.steps is None:
         _heading("2 of 6  Measure this machine")
         speed = Folder(root=folder.root / "speed")
-        _run(*_train_command(speed.root, folder, plan, SPEED_STEPS), quiet=True)
+        _run(*_train_command(speed.root, folder, plan, SPEED_STEPS, validate_every=0), quiet=True)
         measured = [line["seconds"] for line in read_steps(_step_log(speed.root))]
         seconds = sum(measured[2:]) / len(measured[2:])
     plan = folder.write_plan(planned(plan, seconds))
@@ -117,12 +119,14 @@ def _plan_steps(folder: Folder, plan: Plan) -> Plan:
 
 
 def _train_and_kill(folder: Folder, plan: Plan) -> Plan:
-    if plan.killed:
+    if plan.killed_step is not None:
         return plan
+    assert plan.steps is not None
     assert plan.kill_step is not None
     _heading(f"3 of 6  Train, and kill it with SIGKILL after step {plan.kill_step}")
-    command = _shown(*_train_command(folder.run, folder, plan, plan.steps))
-    seen = watch(command, _step_log(folder.run), _log(folder), kill_step=plan.kill_step)
+    every = max(1, plan.steps // VALIDATIONS)
+    command = _train_command(folder.run, folder, plan, plan.steps, validate_every=every)
+    seen = watch(_shown(*command), _step_log(folder.run), _log(folder), kill_step=plan.kill_step)
     if not seen.killed:
         raise _failed("train", seen.exit_code)
     print(f"   SIGKILL sent inside step {seen.last_step + 1}: no handler ran, nothing was flushed")
@@ -131,7 +135,7 @@ def _train_and_kill(folder: Folder, plan: Plan) -> Plan:
     print(f"   the store opens at step {step}; last step reported durable: {seen.last_durable}")
     if step < seen.last_durable:
         raise DemoError(f"step {seen.last_durable} was durable and is gone: please report this", 1)
-    return folder.write_plan(replace(plan, killed=True))
+    return folder.write_plan(replace(plan, killed_step=step))
 
 
 def _train_to_the_end(folder: Folder, plan: Plan) -> list[Mapping[str, Any]]:
@@ -153,6 +157,7 @@ def _generate(folder: Folder, plan: Plan) -> None:
     _run(
         *("train-generate", "--store", str(folder.run), "--ref", f"step-{plan.steps}"),
         *("--prompt", size.prompt, "--max-new-tokens", str(size.sample_tokens), "--seed", SEED),
+        *("--temperature", "0.7", "--top-k", "40"),
     )
 
 
@@ -167,18 +172,19 @@ def _tell(folder: Folder, plan: Plan, steps: list[Mapping[str, Any]], seconds: f
     learned = f"held-out loss {held_out[0]:.2f} -> {held_out[-1]:.2f}"
     more = f"train --store {folder.run} --max-steps {2 * numbers[-1]}"
     for line in (
-        f"A model learned {plan.text}: {learned}; word frequencies alone give {by_frequency:.2f}.",
+        f"A model learned {plan.text}: {learned}; token frequencies give {by_frequency:.2f}.",
         f"Each of its {numbers[-1]} steps was one atomic commit: all weights, all optimizer state.",
-        f"SIGKILL hit it after step {plan.kill_step}; it went on, with no step lost or done twice.",
+        f"SIGKILL hit it after step {plan.killed_step}; it went on, no step lost or done twice.",
         f"Step {numbers[-1]} is pinned as a snapshot; fsck read every byte and found no fault.",
         f"Next: shardb log {folder.run}; {more}; or make demo-clean.",
     ):
         print(f" - {line}")
 
 
-def _train_command(store: Path, folder: Folder, plan: Plan, max_steps: int | None) -> list[str]:
+def _train_command(
+    store: Path, folder: Folder, plan: Plan, steps: int, *, validate_every: int
+) -> list[str]:
     size = plan.size
-    steps = max_steps or 0
     tokens = steps * size.batch_rows * size.seq_len
     return [
         *("train", "--store", str(store), *size.model_flags, "--device", "cpu", "--seed", SEED),
@@ -187,7 +193,7 @@ def _train_command(store: Path, folder: Folder, plan: Plan, max_steps: int | Non
         *("--learning-rate", str(size.learning_rate), "--lr-schedule", "cosine"),
         *("--warmup-tokens", str(tokens // 20), "--decay-tokens", str(tokens - tokens // 20)),
         *("--min-lr-ratio", "0.1", "--max-grad-norm", "1.0", "--grad-clip-mode", "global"),
-        *("--validate-every", str(max(1, steps // 8)), "--max-validation-batches", "16"),
+        *("--validate-every", str(validate_every), "--max-validation-batches", "16"),
     ]
 
 
@@ -201,8 +207,7 @@ def _log(folder: Folder) -> Path:
 
 def _shown(*command: str) -> list[str]:
     """Print a command as a user would type it; give it with the path of this environment."""
-    words = [json.dumps(w, ensure_ascii=False) if set(w) & set(" \n'|<>") else w for w in command]
-    print(f"   $ {' '.join(words)}", flush=True)
+    print(f"   $ {shlex.join(command)}", flush=True)
     program = Path(sys.executable).parent / command[0]
     return [str(program) if program.exists() else command[0], *command[1:]]
 
