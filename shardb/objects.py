@@ -224,6 +224,9 @@ class ObjectFiles:
                 self.files.rename(free, staged)
             except FileNotFoundError:
                 continue  # another process took it
+            if self.files.status(staged).size_bytes > size:
+                self.files.unlink(staged)  # bytes behind the image would be part of the object
+                continue
             return staged, False
         return staged, True
 
