@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from shardb import format as store_format
 from shardb import index_state, records, refs, reserve
-from shardb.errors import FormatError, NotFoundError, UsageError
+from shardb.errors import FormatError, LogTruncatedError, NotFoundError, UsageError
 from shardb.filesystem import FileSystem, read_file
 from shardb.index import MAP_BYTES, Index
 from shardb.log import START, Log
@@ -85,8 +85,7 @@ def open_index(store: Store, report: RecoveryReport) -> Index:
     """Open the index, rebuilding it where it cannot be used, and catch it up with the log."""
     files, locks = store.files, store.locks
     directory = f"{store.root}/index"
-    if not files.exists(directory):
-        files.make_directory(directory)
+    _make_missing_directories(files, store.root, report)
     with locks.wal():
         alone = locks.share_index()
         if not alone:
@@ -105,6 +104,26 @@ def open_index(store: Store, report: RecoveryReport) -> Index:
             locks.settle_index()
     _describe(store, index, report)
     return index
+
+
+def _make_missing_directories(files: FileSystem, root: str, report: RecoveryReport) -> None:
+    """Make the directories that are not there: many a tool leaves empty ones out of its copy.
+
+    Raises LogTruncatedError for the log's: what it held is the store.
+    """
+    missing = [n for n in store_format.DIRECTORIES if not files.exists(f"{root}/{n}")]
+    if "wal" in missing:
+        raise LogTruncatedError(
+            f"{root}/wal: the log is missing, and nothing can stand in for it; put the directory "
+            "back from a copy of the store",
+            path=f"{root}/wal",
+        )
+    for name in missing:
+        files.make_directory(f"{root}/{name}")
+        if name != "index":  # said in better words when it is filled
+            report.rebuilt.append({"what": "directory", "path": f"{root}/{name}", "why": "missing"})
+    if missing:
+        files.sync_directory(root)
 
 
 def _why_unusable(files: FileSystem, directory: str, log: Log) -> str | None:
