@@ -28,6 +28,7 @@ KINDS: dict[str, str] = {
     "index_behind": "the index has not applied the last records; opening the store does",
     "index_unreadable": "the index is no sound database; opening the store makes a new one",
     "index_differs": "the index says something else than the log",
+    "directory_missing": "a directory of the store is not there; opening the store makes it",
     "object_missing": "an object that a commit needs is not there",
     "object_corrupt": "the bytes of an object are not those that were committed",
     "object_malformed": "an object's header does not describe tensors",

@@ -1,7 +1,8 @@
 """Checking what lies around: files that no commit needs, and what dead processes left.
 
-Owns the names that a store's directories may hold. Knows which objects are needed only from its
-caller. Nothing here is an error: a leftover takes space, and `shardb gc` removes it.
+Owns the names that a store's directories may hold, and which must be there. Knows which objects
+are needed only from its caller. Nothing here is an error: a leftover takes space, and `shardb gc`
+removes it; a missing directory is made when the store is opened.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Collection, Iterator
 
 from shardb.filesystem import FileSystem
 from shardb.findings import Finding, Severity
+from shardb.format import DIRECTORIES
 from shardb.fsck_view import View, any_branch_is_written, branch_is_written, is_held
 from shardb.log import SEGMENT_PATTERN
 from shardb.objects import OBJECT_SUFFIX, free_bytes_of
@@ -29,11 +31,24 @@ def find_leftovers(
     files: FileSystem, view: View, needed: Collection[str] | None
 ) -> Iterator[Finding]:
     """Every leftover of a view. `needed` are the digests that commits need, None when unknown."""
+    yield from _missing_directories(view)
     yield from _in_objects(view, needed)
     yield from _in_spare(files, view)
     yield from _in_log(view)
     yield from _in_index(view)
     yield from _in_leases(files, view)
+
+
+def _missing_directories(view: View) -> Iterator[Finding]:
+    """A missing log is told elsewhere, a missing index too."""
+    for name in DIRECTORIES:
+        if name not in view.names and name not in ("wal", "index"):
+            yield Finding(
+                kind="directory_missing",
+                severity="warning",
+                path=f"{view.root}/{name}",
+                next_command=f"shardb recover {view.root}",
+            )
 
 
 def _in_objects(view: View, needed: Collection[str] | None) -> Iterator[Finding]:

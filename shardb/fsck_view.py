@@ -11,11 +11,10 @@ from dataclasses import dataclass
 
 from shardb.errors import CorruptionError
 from shardb.filesystem import READ, FileSystem, opened, read_file
+from shardb.format import DIRECTORIES
 from shardb.history import quiet_log, read_newest
 from shardb.index import MAP_BYTES
 from shardb.log import Log
-
-LISTED = ("wal", "objects", "spare", "index", "leases", "locks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +42,7 @@ def take_view(files: FileSystem, root: str) -> View:
     log = Log(files, f"{root}/wal")
     try:
         with quiet_log(files, root):
-            listed = {name: _list(files, root, name) for name in LISTED}
+            listed = {name: _list(files, root, name) for name in DIRECTORIES}
             names = {name: found for name, found in listed.items() if found is not None}
             sequences, last = read_newest(log) if "wal" in names else ([], None)
             return View(
