@@ -22,6 +22,10 @@ from shardb.errors import ObjectCorruptError, UsageError
 
 DATA_ALIGNMENT_BYTES = 4096
 HEADER_LIMIT_BYTES = 100_000_000
+METADATA_KEY = "__metadata__"
+# What numpy and torch both take, and more than any tensor has.
+DIMENSIONS_MAX = 32
+SIZE_LIMIT = 1 << 63
 METADATA = {"format": "pt", "shardb": "1"}
 ITEM_BITS = {
     "BOOL": 8,
@@ -41,7 +45,7 @@ ITEM_BITS = {
     "F64": 64,
     "C64": 64,
 }
-NAME_PATTERN = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.\-]*(/[A-Za-z0-9_][A-Za-z0-9_.\-]*)*$")
+NAME_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*(/[A-Za-z0-9_][A-Za-z0-9_.\-]*)*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +72,7 @@ class Layout:
 
 def check_name(name: str, what: str) -> None:
     """Raise UsageError unless `name` can be a shard, branch or snapshot name."""
-    if len(name) > 200 or not NAME_PATTERN.match(name) or ".." in name:
+    if len(name) > 200 or not NAME_PATTERN.fullmatch(name) or ".." in name:
         raise UsageError(
             f"{what} {name!r} is not a valid name: use letters, digits, '_', '-', '.', and '/' "
             "between parts, at most 200 characters"
@@ -80,15 +84,18 @@ def build(specs: Mapping[str, TensorSpec]) -> Layout:
     if not specs:
         raise UsageError("a shard needs at least one tensor")
     for name, spec in specs.items():
+        _check_tensor_name(name)
         if spec.dtype not in ITEM_BITS:
             raise UsageError(
                 f"tensor {name!r}: data type {spec.dtype!r} is unknown; use one of "
                 f"{', '.join(sorted(ITEM_BITS))}"
             )
-        if any(size < 0 for size in spec.shape):
-            raise UsageError(f"tensor {name!r}: shape {spec.shape} is not of sizes >= 0")
+        if not _is_shape(spec.shape):
+            raise UsageError(
+                f"tensor {name!r}: shape {spec.shape} is not of at most {DIMENSIONS_MAX} sizes >= 0"
+            )
     ordered = sorted(specs, key=lambda n: (-ITEM_BITS[specs[n].dtype], -specs[n].bytes, n))
-    entries: dict[str, Any] = {"__metadata__": METADATA}
+    entries: dict[str, Any] = {METADATA_KEY: METADATA}
     offset = 0
     for name in ordered:
         spec = specs[name]
@@ -99,6 +106,10 @@ def build(specs: Mapping[str, TensorSpec]) -> Layout:
         }
         offset += spec.bytes
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    if len(text) > HEADER_LIMIT_BYTES - DATA_ALIGNMENT_BYTES:
+        raise UsageError(
+            f"{len(specs)} tensors need a header of {len(text)} bytes; use more shards"
+        )
     start = -(-(8 + len(text)) // DATA_ALIGNMENT_BYTES) * DATA_ALIGNMENT_BYTES
     header = (start - 8).to_bytes(8, "little") + text.ljust(start - 8)
     offsets = {name: start + entries[name]["data_offsets"][0] for name in ordered}
@@ -107,6 +118,27 @@ def build(specs: Mapping[str, TensorSpec]) -> Layout:
         offsets=offsets,
         header=header,
         size_bytes=start + offset,
+    )
+
+
+def _check_tensor_name(name: str) -> None:
+    if type(name) is not str or name == METADATA_KEY or not _is_text(name):
+        raise UsageError(f"{name!r} cannot be the name of a tensor: use text, not {METADATA_KEY!r}")
+
+
+def _is_text(name: str) -> bool:
+    """Whether UTF-8 can hold it: half of a surrogate pair cannot be stored."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_shape(shape: tuple[int, ...]) -> bool:
+    """Bounded, so that a foreign header cannot ask for a product that never ends."""
+    return len(shape) <= DIMENSIONS_MAX and all(
+        type(size) is int and 0 <= size < SIZE_LIMIT for size in shape
     )
 
 
@@ -131,7 +163,7 @@ def parse_header(data: memoryview, size_bytes: int, path: str) -> Layout:
         raise refuse(f"the header says it has {length} bytes; the file has {size_bytes}")
     header = bytes(data[: 8 + length])
     try:
-        entries = json.loads(header[8:])
+        entries = json.loads(header[8:].decode())
     except (ValueError, RecursionError) as error:
         raise refuse(f"the header is no JSON ({error})") from error
     if not isinstance(entries, dict):
@@ -142,13 +174,15 @@ def parse_header(data: memoryview, size_bytes: int, path: str) -> Layout:
     expected = 0
     try:
         tensors = sorted(
-            ((n, e) for n, e in entries.items() if n != "__metadata__"),
+            ((n, e) for n, e in entries.items() if n != METADATA_KEY),
             key=lambda item: item[1]["data_offsets"],
         )
         for name, entry in tensors:
             spec = TensorSpec(dtype=entry["dtype"], shape=tuple(entry["shape"]))
             begin, end = entry["data_offsets"]
-            if begin != expected or end - begin != spec.bytes or any(s < 0 for s in spec.shape):
+            if type(begin) is not int or type(end) is not int or not _is_shape(spec.shape):
+                raise refuse(f"the shape or the place of tensor {name!r} is not of whole numbers")
+            if begin != expected or end - begin != spec.bytes:
                 raise refuse(f"tensor {name!r} does not lie where its shape says")
             specs[name], offsets[name], expected = spec, start + begin, end
     except (KeyError, TypeError, ValueError) as error:
