@@ -3,22 +3,26 @@
 Owns how one object is read and judged, and the threads that read many. Knows nothing of the log or
 the index: who needs an object is told by the caller.
 
-Invariants: reads 8 MiB at a time a thread and never maps or writes; a `ObjectFault` says what was
-expected and what was found.
+Invariants: reads 8 MiB at a time a thread, past the page cache where the file system can, because
+a good copy in memory says nothing about the disk; never maps an object, never writes.
 """
 
 from __future__ import annotations
 
+import errno
+import mmap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import xxhash
 
 from shardb import layout
+from shardb.buffers import PAGE_BYTES, padded
 from shardb.errors import CorruptionError, ObjectCorruptError, ObjectMissingError
-from shardb.filesystem import READ, FileSystem, opened, read_exactly
+from shardb.filesystem import DIRECT, READ, FileSystem
 from shardb.objects import OBJECT_SUFFIX
 from shardb.records import ShardEntry
 
@@ -67,10 +71,9 @@ def inspect_object(files: FileSystem, root: str, wanted: Wanted) -> ObjectFault 
         return ObjectFault(kind=kind, path=path, expected=expected, found=found, offset=offset)
 
     try:
-        with opened(files, path, READ) as file:
+        with _opened_direct(files, path) as file:
             size_bytes = files.status(path).size_bytes
-            digest = _digest(files, file)
-            header = _header(files, file, size_bytes)
+            digest, header = _digest_and_header(files, file, size_bytes)
     except FileNotFoundError:
         return fault("object_missing", f"{wanted.bytes} bytes", "no file")
     except OSError as error:
@@ -136,25 +139,42 @@ def _report(done: set[Future[Checked]], on_checked: Callable[[Checked], None]) -
         on_checked(future.result())
 
 
-def _digest(files: FileSystem, file: int) -> str:
+@contextmanager
+def _opened_direct(files: FileSystem, path: str) -> Iterator[int]:
+    """Open for reading past the page cache, or through it where that cannot be."""
+    try:
+        file = files.open(path, READ | DIRECT)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        file = files.open(path, READ)
+    try:
+        yield file
+    finally:
+        files.close(file)
+
+
+def _digest_and_header(files: FileSystem, file: int, size_bytes: int) -> tuple[str, bytes]:
+    """The digest of a whole file, and what its first bytes say is its header.
+
+    Direct I/O wants memory, offsets and lengths in whole pages; only the end of a file may be odd.
+    """
+    piece_bytes = min(READ_CHUNK_BYTES, padded(max(size_bytes, 1)))
     hasher = xxhash.xxh3_128()
-    for chunk in _chunks(files, file):
-        hasher.update(chunk)
-    return hasher.hexdigest()
-
-
-def _chunks(files: FileSystem, file: int) -> Iterator[memoryview]:
-    """The content of a file, a reused piece of memory at a time."""
-    buffer = memoryview(bytearray(READ_CHUNK_BYTES))
+    header = bytearray()
     offset = 0
-    while (count := files.pread_into(file, buffer, offset)) > 0:
-        yield buffer[:count]
-        offset += count
+    with mmap.mmap(-1, piece_bytes) as memory, memoryview(memory) as buffer:
+        while (count := files.pread_into(file, buffer, offset)) > 0:
+            hasher.update(buffer[:count])
+            if len(header) < (wanted := _header_bytes(header or buffer[:count])):
+                header += buffer[: min(count, wanted - len(header))]
+            offset += count
+            if count % PAGE_BYTES:
+                break
+    return hasher.hexdigest(), bytes(header)
 
 
-def _header(files: FileSystem, file: int, size_bytes: int) -> bytes:
-    """The first bytes of a file, header included; never more than the limit of a header."""
-    start = files.pread(file, HEADER_LENGTH_BYTES, 0)
-    length = int.from_bytes(start, "little")
-    wanted = min(HEADER_LENGTH_BYTES + length, size_bytes, layout.HEADER_LIMIT_BYTES)
-    return read_exactly(files, file, wanted, 0)
+def _header_bytes(start: memoryview | bytearray) -> int:
+    """How long a file's header says it is, itself included; never more than a header may be."""
+    told = HEADER_LENGTH_BYTES + int.from_bytes(start[:HEADER_LENGTH_BYTES], "little")
+    return min(told, layout.HEADER_LIMIT_BYTES)
