@@ -146,7 +146,8 @@ def _train_to_the_end(folder: Folder, plan: Plan) -> list[Mapping[str, Any]]:
         raise _failed("train", seen.exit_code)
     steps = read_steps(_step_log(folder.run))
     numbers = [line["step"] for line in steps]
-    if numbers != list(range(1, (plan.steps or 0) + 1)):
+    # More steps than planned are fine: the user went on by hand, as the last line suggests.
+    if len(numbers) < (plan.steps or 0) or numbers != list(range(1, len(numbers) + 1)):
         raise DemoError("the step log has a gap or a step twice: please report this", 1)
     print(f"   steps 1 to {numbers[-1]}: each is there once")
     return steps
@@ -170,13 +171,14 @@ def _tell(folder: Folder, plan: Plan, steps: list[Mapping[str, Any]], seconds: f
     _heading(f"Done in {seconds:.0f} s: what just happened")
     print(f"   loss  {_curve([line['loss'] for line in steps])}")
     learned = f"held-out loss {held_out[0]:.2f} -> {held_out[-1]:.2f}"
-    more = f"train --store {folder.run} --max-steps {2 * numbers[-1]}"
+    more = f"shardb log {folder.run}, train --store {folder.run} --max-steps {2 * numbers[-1]}"
+    activate = os.path.relpath(Path(sys.executable).parent / "activate")
     for line in (
         f"A model learned {plan.text}: {learned}; token frequencies give {by_frequency:.2f}.",
         f"Each of its {numbers[-1]} steps was one atomic commit: all weights, all optimizer state.",
         f"SIGKILL hit it after step {plan.killed_step}; it went on, no step lost or done twice.",
         f"Step {numbers[-1]} is pinned as a snapshot; fsck read every byte and found no fault.",
-        f"Next: shardb log {folder.run}; {more}; or make demo-clean.",
+        f"Next: . {activate}, then: {more}; or: make demo-clean.",
     ):
         print(f" - {line}")
 
