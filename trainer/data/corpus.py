@@ -58,7 +58,13 @@ class Corpus:
         return self._splitter.name
 
     @property
+    def text_bytes(self) -> int:
+        """Stored bytes of the text files."""
+        return self._text.total_bytes
+
+    @property
     def total_bytes(self) -> int:
+        """Stored bytes of all files."""
         return self._text.total_bytes + self._val_text.total_bytes
 
     @property

@@ -57,7 +57,9 @@ def read_header(path: Path) -> RowsHeader:
             shape, fortran_order, dtype = _literal_header(file, path)
             data_offset = file.tell()
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); check the disk") from error
+        raise InputError(
+            f"{path}: cannot be read ({error.strerror}); check its permissions and the disk"
+        ) from error
     _refuse_dtype(dtype, path)
     _refuse_shape(shape, fortran_order, path)
     rows, width = shape

@@ -24,6 +24,7 @@ from trainer.data.options import PrepareOptions
 from trainer.data.packing import RowPacker, dtype_for
 from trainer.data.progress import NoProgress, PrepareProgress
 from trainer.data.publish import partial_directory, refuse_target
+from trainer.data.source_bytes import refuse_unreadable
 from trainer.data.split import Part
 from trainer.data.tokenizer import TextTokenizer
 from trainer.errors import InputError
@@ -50,10 +51,16 @@ def prepare(options: PrepareOptions, progress: PrepareProgress | None = None) ->
     """
     shown = progress or NoProgress()
     target = refuse_target(options.out, overwrite=options.overwrite)
+    for path in (*options.text, *options.val_text):
+        refuse_unreadable(path)
     given = _given_tokenizer(options)
-    corpus = Corpus(options, shown)
-    tokenizer = given or _trained_tokenizer(corpus, options, shown)
-    with _storage_errors(target), partial_directory(target) as partial:
+    # The directory is made first: a place that cannot be written to is told before the work.
+    with (
+        _storage_errors(target),
+        partial_directory(target, overwrite=options.overwrite) as partial,
+    ):
+        corpus = Corpus(options, shown)
+        tokenizer = given or _trained_tokenizer(corpus, options, shown)
         splits = _encoded(corpus, tokenizer, options, partial.path, shown)
         manifest = _manifest(corpus, tokenizer, options, splits)
         (partial.path / TOKENIZER_NAME).write_bytes(tokenizer.json_bytes)
@@ -79,7 +86,7 @@ def _trained_tokenizer(
     corpus: Corpus, options: PrepareOptions, progress: PrepareProgress
 ) -> TextTokenizer:
     assert options.vocab_size is not None, "the options were checked"
-    progress.begin("training the tokenizer", corpus.total_bytes)
+    progress.begin("training the tokenizer", corpus.text_bytes)
     tokenizer = TextTokenizer.trained(corpus.training_texts(), options.vocab_size)
     progress.end()
     return tokenizer

@@ -37,13 +37,18 @@ class PartialDirectory:
 
     path: Path
     target: Path
+    overwrite: bool
 
     def publish(self) -> None:
-        """Sync everything and put it in its place; what stood there is removed afterwards."""
+        """Sync everything and put it in its place; what stood there is removed afterwards.
+
+        What stands there is looked at again: it may not be what it was when the work began.
+        """
         for folder, _, names in os.walk(self.path, topdown=False):
             for name in names:
                 _sync(Path(folder) / name)
             _sync(Path(folder))
+        refuse_target(self.target, overwrite=self.overwrite)
         if self.target.exists():
             _exchange(self.path, self.target)
         else:
@@ -85,13 +90,13 @@ def refuse_target(out: Path, *, overwrite: bool) -> Path:
 
 
 @contextmanager
-def partial_directory(target: Path) -> Iterator[PartialDirectory]:
+def partial_directory(target: Path, *, overwrite: bool = False) -> Iterator[PartialDirectory]:
     """Make a partial directory beside `target`; whatever is left of it at the end is removed."""
     target.parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(target)
     path, lock = _locked_directory(target)
     try:
-        yield PartialDirectory(path=path, target=target)
+        yield PartialDirectory(path=path, target=target, overwrite=overwrite)
     finally:
         # After a publication the name is free, or holds what stood in the place before.
         shutil.rmtree(path, ignore_errors=True)

@@ -45,6 +45,7 @@ Ids: TypeAlias = npt.NDArray[np.int64]
 
 OPEN_FILES_MAX: Final = 32
 _SCAN_BYTES = 4 << 20
+_UINT16_IDS = 1 << 16
 
 
 class TokenRows:
@@ -243,16 +244,24 @@ class TokenRows:
 
 
 def vocabulary_warning(rows: TokenRows, vocab_size: int) -> str | None:
-    """Return a warning when at least half of a model's vocabulary never occurs in its data."""
-    if rows.split is not None and rows.is_described():
-        used, least = rows.split.distinct_ids, rows.split.largest_id + 1
-    else:
-        used = least = rows.largest_id() + 1
+    """Return a warning when a vocabulary is far larger than its data or what files can hold."""
+    is_described = rows.split is not None and rows.is_described()
+    if not is_described and vocab_size > _UINT16_IDS and _has_narrow_files(rows):
+        return (
+            f"{rows.directory}: the files hold 16-bit ids but the model has {vocab_size:,}; ids "
+            "from 65,536 on, if its tokenizer gave any, were wrapped when the files were written"
+        )
+    largest_id = rows.largest_id()
+    used = rows.split.distinct_ids if rows.split is not None and is_described else largest_id + 1
     if used * 2 > vocab_size:
         return None
     return (
         f"the model has {vocab_size:,} token ids but its training data uses at most {used:,} "
-        f"(largest id {least - 1:,}): {100 * (vocab_size - used) / vocab_size:.0f} % of the rows "
-        f"of the embedding and the head are never learned; --vocab-size {least} would do, or "
-        "prepare the data with a smaller vocabulary"
+        f"(largest id {largest_id:,}): {100 * (vocab_size - used) / vocab_size:.0f} % of the rows "
+        f"of the embedding and the head are never learned; --vocab-size {largest_id + 1} would "
+        "do, or prepare the data with a smaller vocabulary"
     )
+
+
+def _has_narrow_files(rows: TokenRows) -> bool:
+    return any(file.dtype.itemsize == 2 and file.dtype.kind == "u" for file in rows.files)

@@ -6,6 +6,8 @@ characters or documents (`readers`). Memory is bounded by a block, whatever the 
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Final
@@ -119,11 +121,17 @@ def gathered(blocks: Iterator[bytes], size: int) -> Iterator[bytes]:
 
 def refuse_unreadable(path: Path) -> None:
     """Refuse what is no regular file with something in it, before any work is done."""
-    if not path.exists():
-        raise InputError(f"{path}: no such file")
-    if path.is_dir():
+    try:
+        status = path.stat()
+    except FileNotFoundError as error:
+        raise InputError(f"{path}: no such file") from error
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from error
+    if stat.S_ISDIR(status.st_mode):
         raise InputError(f"{path}: a directory; give the text files in it")
-    if not path.is_file():
+    if not stat.S_ISREG(status.st_mode):
         raise InputError(f"{path}: a pipe or device can be read only once; give a regular file")
-    if path.stat().st_size == 0:
+    if status.st_size == 0:
         raise InputError(f"{path}: the file is empty")
+    if not os.access(path, os.R_OK):
+        raise InputError(f"{path}: cannot be read (Permission denied)")

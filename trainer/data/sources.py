@@ -12,7 +12,6 @@ from pathlib import Path
 from trainer.data.manifest import SourceEntry
 from trainer.data.progress import PrepareProgress
 from trainer.data.readers import BAD_EXAMPLES_MAX, DocumentReader, Piece, ReadRules
-from trainer.data.source_bytes import refuse_unreadable
 from trainer.errors import InputError
 
 
@@ -22,8 +21,6 @@ class TextSources:
     def __init__(
         self, role: str, paths: Sequence[Path], rules: ReadRules, progress: PrepareProgress
     ) -> None:
-        for path in paths:
-            refuse_unreadable(path)
         self.role = role
         self.paths = tuple(paths)
         self.total_bytes = sum(path.stat().st_size for path in paths)

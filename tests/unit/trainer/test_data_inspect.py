@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.unit.trainer.test_data_prepare import STORIES, options, write_text
+from tests.support.stories import STORIES, options, write_text
 from trainer.data.inspect import inspect
 from trainer.data.prepare import prepare
 from trainer.errors import InputError

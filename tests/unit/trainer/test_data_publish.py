@@ -55,7 +55,7 @@ def test_does_the_new_take_the_place_of_the_old(
     if not in_one_step:
         monkeypatch.setattr(publish, "_exchange_in_one_step", lambda *_: False)
     fill(tmp_path / "data", "old")
-    with partial_directory(tmp_path / "data") as partial:
+    with partial_directory(tmp_path / "data", overwrite=True) as partial:
         fill(partial.path, "new")
         partial.publish()
         assert contents(partial.path) == {"a.npy": "old"}
@@ -99,15 +99,30 @@ def test_is_what_a_killed_process_left_removed_but_not_what_a_live_one_builds(
     assert remove_abandoned(target) == [tmp_path / "data.partial-2-live"]
 
 
-def test_does_a_second_process_leave_the_first_alone(tmp_path: Path) -> None:
-    with partial_directory(tmp_path / "data") as first:
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_does_a_second_process_leave_the_first_alone(overwrite: bool, tmp_path: Path) -> None:
+    with partial_directory(tmp_path / "data", overwrite=overwrite) as first:
         fill(first.path, "first")
         with partial_directory(tmp_path / "data") as second:
             fill(second.path, "second")
             second.publish()
-        first.publish()
-    assert contents(tmp_path / "data") == {"a.npy": "first"}
+        if overwrite:
+            first.publish()
+        else:
+            with pytest.raises(ConflictError, match="there already"):
+                first.publish()
+    assert contents(tmp_path / "data") == {"a.npy": "first" if overwrite else "second"}
     assert os.listdir(tmp_path) == ["data"]
+
+
+def test_is_what_was_put_there_in_the_meantime_not_replaced(tmp_path: Path) -> None:
+    fill(tmp_path / "data", "old")
+    with partial_directory(tmp_path / "data", overwrite=True) as partial:
+        fill(partial.path, "new")
+        (tmp_path / "data" / "notes.txt").write_text("mine")
+        with pytest.raises(InputError, match=r"holds notes\.txt"):
+            partial.publish()
+    assert contents(tmp_path / "data") == {"a.npy": "old"}
 
 
 def test_is_a_directory_taken_for_abandoned_made_again(
@@ -163,7 +178,7 @@ def test_is_a_link_followed_and_kept(tmp_path: Path) -> None:
     fill(tmp_path / "real", "old")
     (tmp_path / "link").symlink_to("real")
     target = refuse_target(tmp_path / "link", overwrite=True)
-    with partial_directory(target) as partial:
+    with partial_directory(target, overwrite=True) as partial:
         fill(partial.path, "new")
         partial.publish()
     assert (tmp_path / "link").is_symlink()

@@ -249,6 +249,15 @@ def test_is_a_far_too_large_vocabulary_warned_of(tmp_path: Path) -> None:
     assert vocabulary_warning(rows, 15_999) is None
 
 
+def test_are_narrow_files_of_a_wide_vocabulary_warned_of(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.array([[65_535, 1, 2]], np.uint16))
+    warning = vocabulary_warning(TokenRows.open(tmp_path), 70_000)
+    assert warning is not None
+    assert "16-bit ids but the model has 70,000" in warning
+    np.save(tmp_path / "a.npy", np.array([[65_535, 1, 2]], np.uint32))
+    assert vocabulary_warning(TokenRows.open(tmp_path), 70_000) is None
+
+
 def test_are_raw_files_cut_so_that_no_target_is_lost(tmp_path: Path) -> None:
     ids = np.arange(23, dtype="<u2")
     ids.tofile(tmp_path / "a.bin")
