@@ -1,0 +1,149 @@
+"""Copying commits and snapshots between stores on paths, and cloning a whole store.
+
+Owns what a client calls; `shardb.transfer_receive` does the receiving, `shardb.remote` the same for
+object storage. Copies are incremental by construction: objects that the target holds are not copied
+again, and an interrupted copy goes on where it stopped. The source's commit is leased meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shardb import branching
+from shardb.errors import ConflictError, NotFoundError
+from shardb.read_view import ReadView
+from shardb.records import Commit, Record
+from shardb.refs import no_such
+from shardb.store import Store
+from shardb.transfer_lineage import lineage
+from shardb.transfer_receive import (
+    UNCHECKED,
+    ExpectedHead,
+    Incoming,
+    receive_commit,
+    receive_snapshot,
+)
+from shardb.transfer_source import StoreSource
+from shardb.transfer_tally import Tally
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cloned:
+    """What a clone has: branches and snapshots with their commits."""
+
+    branches: dict[str, Commit]
+    snapshots: dict[str, Commit]
+
+
+def copy_commit(
+    source: Store,
+    target: Store,
+    ref: str | None = None,
+    branch: str | None = None,
+    *,
+    expected_head: ExpectedHead = UNCHECKED,
+    tally: Tally | None = None,
+) -> Commit:
+    """Make the commit that `ref` names the head of a branch of `target`.
+
+    `branch` is by default the commit's own. Only forward: see `receive_commit` for the errors.
+    """
+    with source.at(ref=ref) as view:
+        return copy_leased(source, view, target, branch, expected_head=expected_head, tally=tally)
+
+
+def copy_leased(
+    source: Store,
+    view: ReadView,
+    target: Store,
+    branch: str | None = None,
+    *,
+    expected_head: ExpectedHead = UNCHECKED,
+    tally: Tally | None = None,
+) -> Commit:
+    """`copy_commit` of a commit that is leased already."""
+    incoming = Incoming(record=record_of(source, view.commit), source=StoreSource(source))
+    return receive_commit(
+        target,
+        incoming,
+        branch or view.commit.branch,
+        expected_head=expected_head,
+        tally=tally,
+    )
+
+
+def copy_snapshot(source: Store, target: Store, name: str, *, tally: Tally | None = None) -> Commit:
+    """Copy a snapshot under its name. Moves no branch; SnapshotExistsError for another commit."""
+    with source.snapshot(name) as view:
+        incoming = Incoming(record=record_of(source, view.commit), source=StoreSource(source))
+        return receive_snapshot(target, incoming, name, tally=tally)
+
+
+def record_of(source: Store, commit: Commit) -> Record:
+    """The record of a leased commit, with what only records say."""
+    found: Record = source.index.read(lambda tables: tables.get("commits", commit.id))
+    return found
+
+
+def clone(
+    source: Store,
+    target: Store,
+    *,
+    branches: Iterable[str] | None = None,
+    snapshots: Iterable[str] | None = None,
+    retained: bool = False,
+    tally: Tally | None = None,
+) -> Cloned:
+    """Copy branches (all, or those named), snapshots likewise, and the retention policy.
+
+    `target` is a new store, or one that an interrupted clone left. With `retained` all commits that
+    the branches keep are copied, not only their heads. Raises NotFoundError for unknown names,
+    ConflictError when the target holds something that the source does not know.
+    """
+    heads, pinned = source.branches(), source.snapshots()
+    wanted_branches = _chosen("branch", branches, heads)
+    wanted_snapshots = _chosen("snapshot", snapshots, pinned)
+    _check_part_of(source, target)
+    policy = branching.policy_of(source)
+    if branching.policy_of(target) != policy:
+        branching.set_policy(target, policy)
+    for name in wanted_branches:
+        for commit in _line(source, name, retained=retained):
+            copy_commit(source, target, commit, name, tally=tally)
+    for name in wanted_snapshots:
+        copy_snapshot(source, target, name, tally=tally)
+    copied_branches, copied_snapshots = target.branches(), target.snapshots()
+    return Cloned(
+        branches={name: copied_branches[name] for name in wanted_branches},
+        snapshots={name: copied_snapshots[name] for name in wanted_snapshots},
+    )
+
+
+def _chosen(what: str, wanted: Iterable[str] | None, existing: dict[str, Commit]) -> list[str]:
+    if wanted is None:
+        return list(existing)
+    names = list(dict.fromkeys(wanted))
+    for name in names:
+        if name not in existing:
+            raise NotFoundError(no_such(what, name, existing))
+    return names
+
+
+def _line(source: Store, branch: str, *, retained: bool) -> list[str]:
+    """The commits of a branch to copy, oldest first; the head is always the last."""
+    row = source.index.read(lambda tables: tables.get("branches", branch))
+    return list(row["retained"]) if retained else [row["head"]]
+
+
+def _check_part_of(source: Store, target: Store) -> None:
+    """Refuse a target that holds another run: a clone is a new store."""
+    heads = source.branches()
+    for name, commit in target.branches().items():
+        head = heads.get(name)
+        if head is None or not lineage(source, head.id, [commit.id]).reached:
+            raise ConflictError(
+                f"{target.root}: a store with step {commit.step} on branch {name!r}, which "
+                f"{source.root} does not know, is here already; clone to another path, or use "
+                "`shardb push`"
+            )
