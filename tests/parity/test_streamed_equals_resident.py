@@ -101,6 +101,13 @@ def test_biases_and_query_key_norms(dtype: str) -> None:
     assert Comparison(TINY_QWEN, options_of(dtype, "global"), 2).differences() == []
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("config", [TINY, TINY_TIED, TINY_QWEN], ids=["untied", "tied", "qwen"])
+def test_keeping_activations_changes_nothing(config: ModelConfig, dtype: str) -> None:
+    options = replace(options_of(dtype, "global"), activations="keep")
+    assert Comparison(config, options, 2).differences() == []
+
+
 @pytest.mark.parametrize("clip", ["global", "shard"])
 def test_reading_ahead_changes_nothing(clip: str) -> None:
     assert Comparison(TINY, options_of("fp32", clip, prefetch="cpu"), 2).differences() == []
