@@ -9,7 +9,7 @@ Nothing here needs new space, so that it works on a full disk, however often.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,7 +68,11 @@ class Collected:
 
 
 def collect_garbage(
-    root: str, *, dry_run: bool = False, files: FileSystem | None = None
+    root: str,
+    *,
+    dry_run: bool = False,
+    files: FileSystem | None = None,
+    allow_network: bool = False,
 ) -> Collected:
     """Remove what nothing needs from the store at `root`; with `dry_run` only say what.
 
@@ -78,23 +82,29 @@ def collect_garbage(
     files = files or RealFileSystem()
     read_format(files, root)
     collected = Collected(dry_run=dry_run)
-    with _open_or_make_room(files, root, collected) as store:
+
+    def opening() -> Store:
+        return open_store(root, files=files, allow_network=allow_network)
+
+    with _open_or_make_room(files, root, opening, collected) as store:
         _Collection(store, collected).run()
     if not dry_run:
         reserve.ensure(files, root)
     return collected
 
 
-def _open_or_make_room(files: FileSystem, root: str, collected: Collected) -> Store:
+def _open_or_make_room(
+    files: FileSystem, root: str, opening: Callable[[], Store], collected: Collected
+) -> Store:
     """Open the store; on a disk too full for that, spare files go first, then the reserve."""
     try:
-        return open_store(root, files=files)
+        return opening()
     except StorageFullError:
         if collected.dry_run:
             raise
     for path in _free_files(files, root):
         _remove(files, path, FREE, collected)
-    return reserve.with_reserve(files, root, lambda: open_store(root, files=files))
+    return reserve.with_reserve(files, root, opening)
 
 
 class _Collection:

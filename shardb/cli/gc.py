@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from shardb.cli.places import JsonOption, StoreArgument, store_path
+from shardb.cli.places import JsonOption, NetworkOption, StoreArgument, store_path
 from shardb.cli.printing import in_bytes, print_json, warn
 from shardb.gc import Collected, collect_garbage
 
@@ -17,6 +17,7 @@ def gc(
         bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")
     ] = False,
     json: JsonOption = False,
+    allow_network: NetworkOption = False,
 ) -> None:
     """Give disk space back: files that no commit, snapshot or reader needs.
 
@@ -33,7 +34,7 @@ def gc(
     It needs no free space, and works on a full disk however often. It may run beside a live
     `train`, whose next steps then write new files. An interrupt leaves the rest for the next time.
     """
-    collected = collect_garbage(store_path(store), dry_run=dry_run)
+    collected = collect_garbage(store_path(store), dry_run=dry_run, allow_network=allow_network)
     for note in collected.notes:
         warn(note)
     if json:

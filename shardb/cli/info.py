@@ -7,7 +7,7 @@ from typing import Any
 
 import shardb
 from shardb.branching import policy_of
-from shardb.cli.places import JsonOption, StoreArgument, store_path
+from shardb.cli.places import JsonOption, NetworkOption, StoreArgument, store_path
 from shardb.cli.printing import in_bytes, in_local_time, plain, print_json
 from shardb.filesystem import FileSystem
 from shardb.store import Store
@@ -15,7 +15,9 @@ from shardb.store import Store
 PARTS = ("objects", "spare", "wal", "index")
 
 
-def info(store: StoreArgument = None, json: JsonOption = False) -> None:
+def info(
+    store: StoreArgument = None, json: JsonOption = False, allow_network: NetworkOption = False
+) -> None:
     """Say what a store holds: branches, writers, snapshots, readers, sizes.
 
     \b
@@ -25,7 +27,7 @@ def info(store: StoreArgument = None, json: JsonOption = False) -> None:
 
     It changes nothing that is committed; an interrupt leaves nothing behind.
     """
-    with shardb.open(store_path(store)) as opened:
+    with shardb.open(store_path(store), allow_network=allow_network) as opened:
         found = describe(opened)
     if json:
         print_json(found)

@@ -8,13 +8,14 @@ from typing import Annotated
 import typer
 
 import shardb
-from shardb.cli.places import JsonOption
+from shardb.cli.places import JsonOption, NetworkOption
 from shardb.cli.printing import print_json
 
 
 def init(
     store: Annotated[str, typer.Argument(metavar="STORE", help="Directory to make a store in.")],
     json: JsonOption = False,
+    allow_network: NetworkOption = False,
 ) -> None:
     """Make an empty store. A store that is there already is opened and left as it is.
 
@@ -28,7 +29,7 @@ def init(
     An interrupt leaves directories without a FORMAT file: no store, and `init` goes on with them.
     """
     root = os.path.abspath(store)
-    with shardb.open(root, create=True) as opened:
+    with shardb.open(root, create=True, allow_network=allow_network) as opened:
         branches = opened.branches()
         result = {
             "path": root,

@@ -9,12 +9,11 @@ spelling of the argument.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
-from shardb.errors import NotFoundError, UsageError
+from shardb.errors import NotFoundError
 from shardb.filesystem import RealFileSystem
 from shardb.format import format_path
 
@@ -23,9 +22,16 @@ VARIABLE = "SHARDB_STORE"
 StoreArgument = Annotated[
     str | None,
     typer.Argument(
-        metavar="[STORE]",
+        metavar="STORE",
         help=f"Directory of the store. Default: ${VARIABLE}, else the current directory.",
         show_default=False,
+    ),
+]
+NetworkOption = Annotated[
+    bool,
+    typer.Option(
+        "--allow-network",
+        help="Open a store on a network file system; only where one machine alone ever does.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
@@ -51,28 +57,19 @@ def store_path(given: str | None) -> str:
     )
 
 
-def split_store(
-    words: Sequence[str], *, names: Sequence[str], needed: int
-) -> tuple[str, list[str]]:
-    """Split arguments into the store's path and the others.
+def split_store(first: str | None, second: str | None) -> tuple[str, str | None]:
+    """Split the arguments of a verb that takes [STORE] and one more; the other one may be None.
 
-    `names` are those that may follow the store, the first `needed` of them must. As many arguments
-    as `names` and one more always begin with the store; fewer do when the first one is a store.
+    Two arguments always begin with the store; a single one is the store if there is one at it.
     """
-    if len(words) > len(names) + 1:
-        raise UsageError(f"too many arguments; expected [STORE] {' '.join(names)}")
-    first_is_store = bool(words) and (len(words) == len(names) + 1 or looks_like_store(words[0]))
-    others = list(words[1:]) if first_is_store else list(words)
-    if len(others) < needed:
-        raise UsageError(f"{names[len(others)]} is missing; expected [STORE] {' '.join(names)}")
-    if first_is_store:
-        return os.path.abspath(words[0]), others
+    if first is None:
+        return store_path(None), None
+    if second is not None or looks_like_store(first):
+        return os.path.abspath(first), second
     try:
-        return store_path(None), others
+        return store_path(None), first
     except NotFoundError as error:
-        if not words:
-            raise
         raise NotFoundError(
-            f"{words[0]}: there is no store here, and no other one is named: give its directory "
+            f"{first}: there is no store here, and no other one is named: give its directory "
             f"first, set ${VARIABLE}, or change into a store"
         ) from error

@@ -6,14 +6,16 @@ from typing import Any
 
 import shardb
 from shardb.cli.info import owner_text
-from shardb.cli.places import JsonOption, StoreArgument, store_path
+from shardb.cli.places import JsonOption, NetworkOption, StoreArgument, store_path
 from shardb.cli.printing import print_json
 from shardb.errors import NotFoundError, ShardbError
 from shardb.filesystem import RealFileSystem
 from shardb.reserve import with_reserve
 
 
-def recover(store: StoreArgument = None, json: JsonOption = False) -> None:
+def recover(
+    store: StoreArgument = None, json: JsonOption = False, allow_network: NetworkOption = False
+) -> None:
     """Open a store, bring it to its last commit after a crash, and say what was found.
 
     Every other command does the same when it opens the store; this one reports it. A torn record at
@@ -33,7 +35,9 @@ def recover(store: StoreArgument = None, json: JsonOption = False) -> None:
     """
     root = store_path(store)
     try:
-        with with_reserve(RealFileSystem(), root, lambda: shardb.open(root)) as opened:
+        with with_reserve(
+            RealFileSystem(), root, lambda: shardb.open(root, allow_network=allow_network)
+        ) as opened:
             report = opened.recovery.to_json()
             writers = opened.locks.writers()
     except NotFoundError:

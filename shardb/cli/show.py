@@ -7,23 +7,28 @@ from typing import Annotated, Any
 import typer
 
 import shardb
-from shardb.cli.places import JsonOption, split_store
+from shardb.cli.places import JsonOption, NetworkOption, StoreArgument, split_store
 from shardb.cli.printing import in_bytes, in_local_time, number, print_json, print_table
 from shardb.records import Commit
 from shardb.store import Store
 
-Words = Annotated[
-    list[str] | None,
+Ref = Annotated[
+    str | None,
     typer.Argument(
-        metavar="[STORE] [REF]",
-        help="The store and the commit: a branch, a snapshot, step-N, a commit id or 4 or more "
-        "characters of one. Default: the newest commit of main.",
+        metavar="REF",
+        help="A branch, a snapshot, step-N, a commit id or 4 or more characters of one. Default: "
+        "the newest commit of main.",
         show_default=False,
     ),
 ]
 
 
-def show(words: Words = None, json: JsonOption = False) -> None:
+def show(
+    store: StoreArgument = None,
+    ref: Ref = None,
+    json: JsonOption = False,
+    allow_network: NetworkOption = False,
+) -> None:
     """Show one commit: step, metrics, state, shards and their digests.
 
     \b
@@ -38,10 +43,9 @@ def show(words: Words = None, json: JsonOption = False) -> None:
 
     It changes nothing that is committed; an interrupt leaves nothing behind.
     """
-    root, others = split_store(words or [], names=("REF",), needed=0)
-    with shardb.open(root) as store:
-        commit = store.resolve(others[0] if others else None)
-        found = describe(store, commit)
+    root, ref = split_store(store, ref)
+    with shardb.open(root, allow_network=allow_network) as opened:
+        found = describe(opened, opened.resolve(ref))
     if json:
         print_json(found)
     else:
@@ -49,9 +53,11 @@ def show(words: Words = None, json: JsonOption = False) -> None:
 
 
 def ls(
-    words: Words = None,
+    store: StoreArgument = None,
+    ref: Ref = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="List the tensors too.")] = False,
     json: JsonOption = False,
+    allow_network: NetworkOption = False,
 ) -> None:
     """List the shards of one commit, and with --tensors what is in them.
 
@@ -63,10 +69,10 @@ def ls(
 
     It changes nothing that is committed; an interrupt leaves nothing behind.
     """
-    root, others = split_store(words or [], names=("REF",), needed=0)
+    root, ref = split_store(store, ref)
     with (
-        shardb.open(root, verify=False) as store,
-        store.at(ref=others[0] if others else None) as view,
+        shardb.open(root, verify=False, allow_network=allow_network) as opened,
+        opened.at(ref=ref) as view,
     ):
         listed = [
             {"name": name, **shard_json(view.commit, name)}

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 import shardb
-from shardb.cli.places import JsonOption, StoreArgument, split_store, store_path
+from shardb.cli.places import JsonOption, NetworkOption, StoreArgument, split_store, store_path
 from shardb.cli.printing import in_local_time, print_json, print_table
 from shardb.errors import UsageError
 from shardb.fsck_objects import check_object
@@ -16,9 +16,10 @@ from shardb.refs import snapshot_target
 
 
 def snapshot(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[STORE] NAME", help="The store and the snapshot's name."),
+    store: StoreArgument = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", help="The snapshot's name.", show_default=False),
     ] = None,
     step: Annotated[
         int | None, typer.Option("--step", metavar="N", help="Pin the commit of step N.")
@@ -31,6 +32,7 @@ def snapshot(
         bool, typer.Option("--verify", help="Read every object first and check its digest.")
     ] = False,
     json: JsonOption = False,
+    allow_network: NetworkOption = False,
 ) -> None:
     """Keep a commit for good, under a name that never moves.
 
@@ -48,16 +50,17 @@ def snapshot(
     The same name for the same commit is fine and changes nothing; for another commit it is refused.
     An interrupt leaves the snapshot made or not made, nothing between.
     """
-    root, others = split_store(words or [], names=("NAME",), needed=1)
+    root, name = split_store(store, name)
+    if name is None:
+        raise UsageError("the snapshot's name is missing; expected [STORE] NAME")
     if step is not None and ref is not None:
         raise UsageError("--step and --ref both say which commit; give one of them")
     wanted = f"step-{step}" if step is not None else ref
-    name = others[0]
-    with shardb.open(root) as store:
-        existed = name in store.snapshots()
+    with shardb.open(root, allow_network=allow_network) as opened:
+        existed = name in opened.snapshots()
         if verify:
-            wanted = _verified(store, name, wanted)
-        commit = store.create_snapshot(name, ref=wanted)
+            wanted = _verified(opened, name, wanted)
+        commit = opened.create_snapshot(name, ref=wanted)
     result = {"snapshot": name, "step": commit.step, "commit": commit.id, "created": not existed}
     if json:
         print_json(result)
@@ -78,7 +81,9 @@ def _verified(store: shardb.Store, name: str, wanted: str | None) -> str:
         return target.id
 
 
-def snapshots(store: StoreArgument = None, json: JsonOption = False) -> None:
+def snapshots(
+    store: StoreArgument = None, json: JsonOption = False, allow_network: NetworkOption = False
+) -> None:
     """List the snapshots of a store.
 
     \b
@@ -88,7 +93,7 @@ def snapshots(store: StoreArgument = None, json: JsonOption = False) -> None:
 
     It changes nothing that is committed; an interrupt leaves nothing behind.
     """
-    with shardb.open(store_path(store)) as opened:
+    with shardb.open(store_path(store), allow_network=allow_network) as opened:
         found: list[dict[str, Any]] = [
             {"snapshot": name, "step": commit.step, "commit": commit.id, "time": commit.time}
             for name, commit in opened.snapshots().items()
