@@ -112,7 +112,15 @@ def read_log(
     for position, sequence in enumerate(sequences):
         before = sequences[position - 1] if position else 0
         for lost in range(before + 1, sequence):
-            yield _fault(log, lost, "missing", expected=f"log segment {lost}", found="no file")
+            yield _fault(
+                log,
+                lost,
+                "missing",
+                path=log.compressed_path(lost),
+                expected=f"log segment {lost}",
+                found="no file",
+            )
+            previous = None
         try:
             is_last = position == len(sequences) - 1
             data = last if is_last and last is not None else read_segment(log, sequence)
@@ -168,18 +176,26 @@ def _hole(
     previous: Frame | None,
     behind: Frame | None,
 ) -> LogFault:
-    first = f"{previous.lsn + 1}" if previous else "?"
     end = behind.offset if behind is not None else len(data)
-    until = f" to {behind.lsn - 1}" if behind is not None else ""
     return _fault(
         log,
         sequence,
         "damaged" if behind is not None else "tail",
         offset=offset,
         length=end - offset,
-        expected=f"record {first}{until}" if behind is not None else "the end of the segment",
+        expected=_lost_records(previous, behind),
         found=f"{end - offset} bytes that are no valid record",
     )
+
+
+def _lost_records(previous: Frame | None, behind: Frame | None) -> str:
+    if behind is None:
+        return "the end of the segment, or one more record"
+    last = behind.lsn - 1
+    if previous is None:
+        return f"records up to {last}"
+    first = previous.lsn + 1
+    return f"record {first}" if first == last else f"records {first} to {last}"
 
 
 def _chain_fault(log: Log, sequence: int, frame: Frame, previous: Frame | None) -> LogFault | None:
@@ -201,7 +217,7 @@ def _chain_fault(log: Log, sequence: int, frame: Frame, previous: Frame | None) 
 def _fault(log: Log, sequence: int, kind: str, **fields: Any) -> LogFault:
     return LogFault(
         kind=kind,
-        path=log.stored_path(sequence),
+        path=fields.pop("path", None) or log.stored_path(sequence),
         sequence=sequence,
         offset=fields.pop("offset", 0),
         length=fields.pop("length", 0),
