@@ -1,0 +1,474 @@
+"""Does a check find every kind of damage, name it, and find nothing where there is none?"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+import shardb
+from shardb import frames
+from shardb.branching import rewind
+from shardb.errors import CorruptionError, FormatError, NotFoundError, ShardbError
+from shardb.filesystem import RealFileSystem
+from shardb.findings import KINDS, Finding
+from shardb.format import encode_format
+from shardb.fsck import Progress, check_store
+from shardb.fsck_impact import nearest_intact_step
+from tests.support.small_stores import (
+    SHARDS,
+    commit_step,
+    copy_store,
+    fill_store,
+    flip_bit,
+    fsck,
+    kinds,
+    object_of,
+    only,
+    tree,
+)
+
+SEGMENT = "wal/0000000001.wal"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with steps 0 to 6, of which 2, 5 and 6 are retained; nobody writes to it."""
+    root = tmp_path_factory.mktemp("whole") / "run"
+    fill_store(root, range(7), snapshots=(2,))
+    return root
+
+
+@pytest.fixture
+def run(whole: Path, tmp_path: Path) -> Path:
+    """A copy of the store, for damaging."""
+    return copy_store(whole, tmp_path / "run")
+
+
+def test_is_a_whole_store_clean(run: Path) -> None:
+    before = tree(run)
+    report = fsck(run)
+    assert (report.findings, report.complete) == ([], True)
+    assert report.objects_checked == 3 * len(SHARDS) + 1
+    assert report.bytes_checked == sum(p.stat().st_size for p in (run / "objects").iterdir())
+    assert tree(run) == before  # nothing written, created, or touched
+
+
+def test_does_the_report_have_the_promised_keys(run: Path) -> None:
+    object_of(run, 2, "params/a").unlink()
+    told = json.loads(json.dumps(fsck(run).to_json()))
+    assert set(told) == {"findings", "objects_checked", "bytes_checked", "seconds", "complete"}
+    assert set(told["findings"][0]) == set(Finding.__dataclass_fields__)
+
+
+@pytest.mark.parametrize("place", [0, 9, 5000, -1])
+def test_is_a_flipped_bit_of_an_object_found_and_named(run: Path, place: int) -> None:
+    path = object_of(run, 2, "params/b")
+    flip_bit(path, place)
+    finding = only(fsck(run))
+    assert (finding.kind, finding.severity, finding.path) == ("object_corrupt", "error", str(path))
+    assert finding.shards == ("params/b",)
+    assert (finding.steps, finding.snapshots, finding.branches) == ((2,), ("step-2",), ())
+    assert finding.nearest_intact_step == 5
+    assert finding.expected == f"digest {path.stem}"
+    assert finding.next_command is not None
+    assert str(path) in finding.next_command
+
+
+def test_does_damage_of_the_head_name_the_branch(run: Path) -> None:
+    flip_bit(object_of(run, 6, "optim/a"), 4500)
+    finding = only(fsck(run))
+    assert (finding.branches, finding.steps, finding.nearest_intact_step) == (("main",), (6,), 5)
+
+
+def test_does_damage_of_a_shared_object_name_every_step(run: Path) -> None:
+    flip_bit(object_of(run, 6, "meta/recipe"), 10)
+    finding = only(fsck(run))
+    assert (finding.steps, finding.nearest_intact_step) == ((2, 5, 6), None)
+
+
+def test_is_a_missing_object_found(run: Path) -> None:
+    path = object_of(run, 5, "params/a")
+    path.unlink()
+    finding = only(fsck(run))
+    assert (finding.kind, finding.path, finding.steps) == ("object_missing", str(path), (5,))
+
+
+@pytest.mark.parametrize("change", [-1, 1, 5000])
+def test_is_a_wrong_size_found_with_the_place(run: Path, change: int) -> None:
+    path = object_of(run, 5, "params/a")
+    data = path.read_bytes()
+    path.write_bytes(data[:change] if change < 0 else data + bytes(change))
+    finding = only(fsck(run))
+    assert (finding.kind, finding.offset) == ("object_corrupt", len(data) + min(change, 0))
+
+
+def test_are_two_exchanged_objects_found(run: Path) -> None:
+    one, other = object_of(run, 2, "params/a"), object_of(run, 6, "params/b")
+    kept = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(kept)
+    report = fsck(run)
+    assert [f.kind for f in report.findings] == ["object_corrupt"] * 2
+    said = " ".join(f.found or "" for f in report.findings)
+    assert "the bytes of shard params/b of step 6" in said
+    assert "the bytes of shard params/a of step 2" in said
+
+
+def test_is_an_object_that_cannot_be_read_found(run: Path) -> None:
+    path = object_of(run, 2, "params/a")
+    path.unlink()
+    path.mkdir()
+    assert only(fsck(run)).kind == "object_unreadable"
+
+
+# The log
+
+
+def test_is_a_flipped_bit_in_the_log_found_with_its_place(run: Path) -> None:
+    second = frames.decode(memoryview((run / SEGMENT).read_bytes()), 0)
+    assert second is not None
+    flip_bit(run / SEGMENT, second.end + 70)
+    finding = only(fsck(run))
+    assert (finding.kind, finding.severity) == ("log_damaged", "error")
+    assert (finding.path, finding.offset) == (str(run / SEGMENT), second.end)
+    assert finding.expected == "record 2"
+
+
+def test_is_a_damaged_log_no_reason_to_leave_objects_unread(run: Path) -> None:
+    path = object_of(run, 2, "params/a")
+    flip_bit(path, 6000)
+    flip_bit(run / SEGMENT, 100)
+    report = fsck(run)
+    assert kinds(report) == ["log_damaged", "object_corrupt"]
+    assert report.objects_checked == 3 * len(SHARDS) + 1
+
+
+def test_is_a_shortened_log_found(run: Path) -> None:
+    path = run / SEGMENT
+    path.write_bytes(path.read_bytes()[:-300])
+    finding = only(fsck(run))
+    assert (finding.kind, finding.severity) == ("log_truncated", "error")
+
+
+def test_is_a_log_cut_between_records_found(run: Path) -> None:
+    path = run / SEGMENT
+    data = path.read_bytes()
+    path.write_bytes(data[: last_frame(data).offset])
+    finding = only(fsck(run))
+    assert finding.kind == "log_truncated"
+    assert finding.found is not None
+    assert "is the last one" in finding.found
+
+
+def test_is_a_log_of_another_history_found(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    fill_store(other, range(9))
+    shutil.copy(other / SEGMENT, run / SEGMENT)
+    assert "log_truncated" in kinds(fsck(run))
+
+
+def test_is_a_missing_log_found(run: Path) -> None:
+    (run / SEGMENT).unlink()
+    assert kinds(fsck(run)) == ["log_missing", "log_truncated"]
+
+
+def test_is_a_torn_end_only_a_warning(run: Path) -> None:
+    data = (run / SEGMENT).read_bytes()
+    with (run / SEGMENT).open("ab") as file:
+        file.write(data[last_frame(data).offset :][:50])
+    finding = only(fsck(run))
+    assert (finding.kind, finding.severity) == ("log_torn_tail", "warning")
+    assert finding.next_command == f"shardb recover {run}"
+    with shardb.open(run) as store:
+        assert store.recovery.dropped[0]["path"] == str(run / SEGMENT)
+    assert fsck(run).findings == []
+
+
+def test_is_a_record_that_contradicts_the_others_found(run: Path) -> None:
+    data = (run / SEGMENT).read_bytes()
+    last = last_frame(data)
+    payload = last.payload.replace(b"\xa6parent", b"\xa6parenT")
+    frame, _ = frames.encode(lsn=last.lsn, previous=last.previous, payload=payload)
+    (run / SEGMENT).write_bytes(data[: last.offset] + frame)
+    assert "log_record_garbled" in kinds(fsck(run))
+
+
+# Segments
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store whose log has several closed segments."""
+    root = tmp_path_factory.mktemp("long") / "run"
+    fill_store(root, range(12), snapshots=(3,), segment_bytes=3000)
+    assert len(list((root / "wal").iterdir())) >= 3
+    return root
+
+
+def test_is_a_log_of_many_segments_clean(long: Path) -> None:
+    assert fsck(long).findings == []
+
+
+def test_is_a_damaged_closed_segment_found(long: Path, tmp_path: Path) -> None:
+    run = copy_store(long, tmp_path / "run")
+    closed = min((run / "wal").iterdir())
+    flip_bit(closed, closed.stat().st_size // 2)
+    finding = only(fsck(run))
+    assert (finding.kind, finding.severity, finding.path) == ("log_damaged", "error", str(closed))
+    with shardb.open(run) as store:  # and the run can go on
+        commit_step(store, 12)
+
+
+def test_is_a_missing_closed_segment_found(long: Path, tmp_path: Path) -> None:
+    run = copy_store(long, tmp_path / "run")
+    closed = sorted((run / "wal").iterdir())[1]
+    closed.unlink()
+    finding = only(fsck(run))
+    assert finding.kind == "log_missing"
+    assert finding.path.startswith(str(closed).removesuffix(".zst"))
+
+
+def test_is_a_missing_last_segment_found(long: Path, tmp_path: Path) -> None:
+    run = copy_store(long, tmp_path / "run")
+    max((run / "wal").iterdir()).unlink()
+    assert "log_truncated" in kinds(fsck(run))
+
+
+# The index
+
+
+def test_is_a_missing_index_only_an_info(run: Path) -> None:
+    shutil.rmtree(run / "index")
+    finding = only(fsck(run))
+    assert (finding.kind, finding.severity) == ("index_missing", "info")
+    shardb.open(run).close()
+    assert fsck(run).findings == []
+
+
+def test_is_an_older_index_only_an_info(run: Path) -> None:
+    kept = (run / "index/data.mdb").read_bytes()
+    with shardb.open(run) as store:
+        commit_step(store, 7)
+    (run / "index/data.mdb").write_bytes(kept)
+    report = fsck(run)
+    assert not report.has_errors
+    assert {"index_behind", "object_unreferenced"} >= set(kinds(report)) >= {"index_behind"}
+    shardb.open(run).close()
+    assert "index_behind" not in kinds(fsck(run))
+
+
+@pytest.mark.parametrize("keep", [0, 100, 5000, -4096])
+def test_is_a_cut_index_only_a_warning(run: Path, keep: int) -> None:
+    path = run / "index/data.mdb"
+    path.write_bytes(path.read_bytes()[:keep])
+    finding = only(fsck(run))
+    assert (finding.kind, finding.severity) == ("index_unreadable", "warning")
+
+
+def test_is_a_changed_entry_of_the_index_found(run: Path) -> None:
+    path = run / "index/data.mdb"
+    digest = bytes.fromhex(object_of(run, 6, "params/a").stem)
+    data = path.read_bytes()
+    assert digest in data
+    path.write_bytes(data.replace(digest, bytes(16)))
+    report = fsck(run)
+    assert kinds(report) == ["index_differs"]
+    assert report.has_errors
+    with shardb.open(run) as store:  # the log is the truth
+        assert store.resolve().shards["params/a"].digest == digest.hex()
+        assert store.recovery.rebuilt[0]["what"] == "index"
+    assert kinds(fsck(run)) == ["index_set_aside"]
+
+
+# FORMAT
+
+
+@pytest.mark.parametrize("offset", [2, 30, 60, -3])
+def test_is_a_damaged_format_found(run: Path, offset: int) -> None:
+    flip_bit(run / "FORMAT", offset)
+    finding = only(fsck(run))
+    assert (finding.kind, finding.path) == ("format_damaged", str(run / "FORMAT"))
+
+
+def test_is_a_missing_format_found(run: Path) -> None:
+    (run / "FORMAT").unlink()
+    assert only(fsck(run)).kind == "format_damaged"
+
+
+def test_is_the_format_of_another_store_found(run: Path) -> None:
+    (run / "FORMAT").write_bytes(encode_format("0" * 32))
+    assert only(fsck(run)).kind == "format_foreign"
+
+
+def test_is_a_newer_format_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardb.format.FORMAT_VERSION", 99)
+    newer = encode_format("0" * 32)
+    monkeypatch.undo()
+    (run / "FORMAT").write_bytes(newer)
+    with pytest.raises(FormatError, match="newer"):
+        fsck(run)
+
+
+# What cannot be looked at
+
+
+def test_is_no_store_told_from_a_damaged_one(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError):
+        fsck(tmp_path)
+    with pytest.raises(NotFoundError):
+        fsck(tmp_path / "nowhere")
+
+
+def test_is_a_store_that_cannot_be_listed_refused(run: Path) -> None:
+    shutil.rmtree(run / "objects")
+    (run / "objects").write_bytes(b"a file")
+    with pytest.raises(CorruptionError, match="cannot be read"):
+        fsck(run)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_is_a_store_of_somebody_else_refused(run: Path) -> None:
+    run.chmod(0o700)
+    os.seteuid(65534)
+    try:
+        with pytest.raises(CorruptionError, match="Permission denied"):
+            fsck(run)
+    finally:
+        os.seteuid(0)
+
+
+# Leftovers
+
+
+def test_are_leftovers_named_and_never_errors(run: Path) -> None:
+    (run / "objects" / f"{'0' * 32}.safetensors").write_bytes(b"x")
+    (run / "objects" / "notes.txt").write_bytes(b"x")
+    (run / "spare" / "staged.main.0123").write_bytes(b"x")
+    (run / "spare" / "held.4096.0123").write_bytes(b"x")
+    (run / "spare" / "free.7.0123").write_bytes(b"not seven bytes")
+    (run / "wal" / "0000000002.wal.partial").write_bytes(b"x")
+    (run / "index" / "unreadable-1.mdb").write_bytes(b"x")
+    (run / "leases" / f"{'1' * 32}.0123456789abcdef").write_bytes(b"x")
+    shutil.rmtree(run / "locks")
+    report = fsck(run)
+    assert not report.has_errors
+    found = {Path(f.path).relative_to(run).as_posix(): f.kind for f in report.findings}
+    assert found == {
+        f"objects/{'0' * 32}.safetensors": "object_unreferenced",
+        "objects/notes.txt": "foreign_file",
+        "spare/staged.main.0123": "staged_leftover",
+        "spare/held.4096.0123": "staged_leftover",
+        "spare/free.7.0123": "spare_misnamed",
+        "wal/0000000002.wal.partial": "partial_file",
+        "index/unreadable-1.mdb": "index_set_aside",
+        f"leases/{'1' * 32}.0123456789abcdef": "lease_of_dead_reader",
+        "locks": "directory_missing",
+    }
+    assert set(found.values()) <= set(KINDS)
+
+
+def test_is_what_is_in_use_no_leftover(run: Path) -> None:
+    with shardb.open(run) as store, store.at(step=2), store.begin() as txn:
+        txn.stage("params/a", like=txn.read("params/a")).seal()
+        store.writer.map(lambda _: None, [0])
+        assert fsck(run).findings == []
+
+
+def test_is_what_only_a_reader_keeps_no_leftover(run: Path) -> None:
+    with shardb.open(run) as store, store.at(step=5):
+        for step in (7, 8, 9):
+            commit_step(store, step)
+        report = fsck(run)
+        assert report.findings == []
+        flip_bit(run / "objects" / f"{object_of_lease(store, 'params/a')}.safetensors", 5000)
+        assert kinds(fsck(run)) == ["object_corrupt"]
+
+
+def object_of_lease(store: shardb.Store, shard: str) -> str:
+    """The digest of a shard of the one commit that only a lease keeps."""
+
+    def body(tables: shardb.state.Tables) -> str:  # type: ignore[name-defined]
+        ((commit, _),) = tables.items("condemned")
+        return bytes(tables.get("commits", commit)["shards"][shard][0]).hex()
+
+    return store.index.read(body)
+
+
+def test_is_a_store_with_rewinds_clean(run: Path) -> None:
+    with shardb.open(run) as store:
+        rewind(store, "main", "step-5")
+        commit_step(store, 6)
+        commit_step(store, 7)
+    assert fsck(run).findings == []
+
+
+# Budget and progress
+
+
+def test_does_a_budget_read_first_what_was_not_read_for_longest(run: Path) -> None:
+    names = sorted(path.stem for path in (run / "objects").iterdir())
+    old, recent = names[4], dict.fromkeys(names, 100.0)
+    seen: list[str] = []
+    report = check_store(
+        RealFileSystem(),
+        str(run),
+        budget_seconds=0.0,
+        verified={**recent, old: 50.0},
+        on_verified=seen.append,
+    )
+    assert (seen[0], report.complete) == (old, False)
+    assert report.objects_checked == len(seen) < len(names)
+
+
+def test_does_progress_reach_the_end(run: Path) -> None:
+    shown: list[Progress] = []
+    check_store(RealFileSystem(), str(run), on_progress=shown.append)
+    assert (shown[-1].objects, shown[-1].bytes) == (
+        shown[-1].objects_total,
+        shown[-1].bytes_total,
+    )
+
+
+# Everything at once
+
+
+def test_does_no_damage_make_it_fail_or_find_nothing(whole: Path, tmp_path: Path) -> None:
+    """Wherever a bit of a file flips, the store opens as before, or the check tells of an error."""
+    source = random.Random(7)
+    with shardb.open(whole) as store:
+        good = {commit.id: dict(commit.shards) for commit in store.commits()}
+    targets = [p for p in tree(whole) if p.startswith(("FORMAT", "wal/", "index/data", "objects/"))]
+    for attempt in range(60):
+        run = copy_store(whole, tmp_path / f"run-{attempt}")
+        path = run / source.choice(targets)
+        flip_bit(path, source.randrange(path.stat().st_size), source.randrange(8))
+        report = fsck(run)
+        try:
+            with shardb.open(run) as store:
+                same = {c.id: dict(c.shards) for c in store.commits()} == good
+        except ShardbError:
+            same = False
+        assert same or report.has_errors, f"{path}: {report.findings}"
+        shutil.rmtree(run)
+
+
+def test_is_the_nearest_intact_step_on_the_same_branch(run: Path) -> None:
+    with shardb.open(run) as store:
+        commits = {commit.step: commit for commit in store.commits()}
+    damaged = {commits[2].shards["params/a"].digest}
+    assert nearest_intact_step([commits[2]], list(commits.values()), damaged) == 5
+    assert nearest_intact_step([commits[2]], [commits[2]], damaged) is None
+
+
+def last_frame(data: bytes) -> frames.Frame:
+    """The last frame of a segment."""
+    offset, last = 0, None
+    while (frame := frames.decode(memoryview(data), offset)) is not None:
+        offset, last = frame.end, frame
+    assert last is not None
+    return last
