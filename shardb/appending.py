@@ -165,6 +165,6 @@ class Appender:
         """Turn the operating system's errors inside a block into the store's own."""
         return storage_errors(self._store.files, self._store.root, doing, needed_bytes)
 
-    def error(self, doing: str, error: OSError) -> ShardbError:
+    def error(self, doing: str, error: OSError, needed_bytes: int | None = None) -> ShardbError:
         """The store's own error for one of the operating system's."""
-        return storage_error(self._store.files, self._store.root, doing, error)
+        return storage_error(self._store.files, self._store.root, doing, error, needed_bytes)

@@ -53,6 +53,8 @@ class PooledBuffer:
         self._lock = threading.Lock()
         self._given = 0
         self._ended: deque[None] = deque()
+        self._given_writable = 0
+        self._ended_writable: deque[None] = deque()
         self._released: Pool | None = None
 
     @property
@@ -60,17 +62,25 @@ class PooledBuffer:
         """Arrays, and everything made from them, that are still alive."""
         return self._given - len(self._ended)
 
+    @property
+    def writers(self) -> int:
+        """Those of them through which somebody can still write."""
+        return self._given_writable - len(self._ended_writable)
+
     def array(self, length: int, *, writable: bool) -> Bytes:
         """The first `length` bytes as an array; the buffer is not reused while it lives."""
         owner: Any = (ctypes.c_char * self.size_bytes).from_buffer(self._map)
         with self._lock:
             self._given += 1
-        weakref.finalize(owner, self._array_gone).atexit = False
+            self._given_writable += writable
+        weakref.finalize(owner, self._array_gone, writable).atexit = False
         array: Bytes = np.frombuffer(owner, dtype=np.uint8, count=length)
         array.flags.writeable = writable
         return array
 
-    def _array_gone(self) -> None:
+    def _array_gone(self, writable: bool) -> None:
+        if writable:
+            self._ended_writable.append(None)
         self._ended.append(None)
         pool = self._released
         if pool is not None and self.exports == 0:

@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -143,7 +143,7 @@ class ObjectFiles:
         try:
             digest = self._write_out(file, path, chunks, size)
         except BaseException:
-            self.files.close(file)
+            self._give_up(path, file, size, fresh=fresh)
             raise
         self._keep_open(path, file)
         return StagedObject(digest=digest, bytes=size, path=path)
@@ -184,6 +184,16 @@ class ObjectFiles:
                 raise
             self._direct = False
             return None
+
+    def _give_up(self, path: str, file: int, size: int, *, fresh: bool) -> None:
+        """After a failed write: a full disk needs a new file's space more than the file."""
+        with suppress(OSError):
+            self.files.close(file)
+        with suppress(OSError):
+            if fresh:
+                self.files.unlink(path)
+            else:
+                self._to_spare(path, size)
 
     def _keep_open(self, path: str, file: int) -> None:
         """Keep a written file open for the batched sync; beyond a limit sync it now."""

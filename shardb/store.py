@@ -36,7 +36,7 @@ from shardb.read_view import ReadView
 from shardb.records import Commit, Record, ShardEntry, new_record
 from shardb.recovery import RecoveryReport
 from shardb.state import DEFAULT_BRANCH, Tables
-from shardb.storage_errors import storage_errors
+from shardb.storage_errors import FULL, storage_errors
 from shardb.transaction import Transaction
 from shardb.views import ShardView
 from shardb.writer import BackgroundWriter
@@ -217,8 +217,13 @@ class Store:
         """Write a sealed image to a staged file (called in a writer thread)."""
         if buffer.path is not None:
             return self.objects.digest_mapped(image, buffer)
-        with self.appender.errors(f"writing shard {name!r}", needed_bytes=len(image)):
+        try:
             return self.objects.write(image, branch)
+        except OSError as error:
+            failure = self.appender.error(f"writing shard {name!r}", error, len(image))
+            if error.errno not in FULL:
+                self.appender.fail(failure)
+            raise failure from error
 
     def sync_objects(self, staged: list[StagedObject]) -> None:
         """Sync all staged files; the first failure poisons the store."""

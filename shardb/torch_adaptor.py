@@ -73,7 +73,8 @@ def write(
 ) -> None:
     """Stage a shard from tensors on any device, copying them, and seal it."""
     shard = transaction.stage(name, specs(named), trainable=trainable)
-    targets = tensors(shard)
-    for tensor_name, tensor in named.items():
-        targets[tensor_name].copy_(tensor.detach())
+    with transaction.filling(name):
+        targets = tensors(shard)
+        for tensor_name, tensor in named.items():
+            targets[tensor_name].copy_(tensor.detach())
     shard.seal()

@@ -12,8 +12,9 @@ Steps 2 to 6 happen under the log's lock. Leaving the `with` block without a com
 from __future__ import annotations
 
 import time as clock
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -111,9 +112,19 @@ class Transaction:
     def write(self, name: str, tensors: Mapping[str, Array], *, trainable: bool = True) -> None:
         """Stage a shard from numpy arrays, copying them; any memory order is stored in C order."""
         shard = self.stage(name, specs_of(tensors), trainable=trainable)
-        for tensor, array in tensors.items():
-            np.copyto(shard.array(tensor), array)
+        with self.filling(name):
+            for tensor, array in tensors.items():
+                np.copyto(shard.array(tensor), array)
         shard.seal()
+
+    @contextmanager
+    def filling(self, name: str) -> Iterator[None]:
+        """Discard a staged shard when filling it fails: what is half-filled must not be sealed."""
+        try:
+            yield
+        except BaseException:
+            self.discard(name)
+            raise
 
     def discard(self, name: str) -> None:
         """Drop what is staged of a shard, so that it can be staged again."""
@@ -194,8 +205,8 @@ class Transaction:
     def _write_out(self, shard: StagedShard) -> None:
         staged = self._staged[shard.name]
         branch = self.branch
-        # The written bytes are read from this view: the caller's arrays must not move on.
         image = staged.buffer.array(shard.bytes, writable=False)
+        shard.image = image  # what the caller asks for from here on is read-only
         staged.written = self._store.writer.submit(
             lambda: self._store.write_object(shard.name, image, staged.buffer, branch)
         )
@@ -205,8 +216,23 @@ class Transaction:
         for name, staged in self._staged.items():
             assert staged.written is not None
             objects[name] = staged.written.result()
+            if staged.buffer.path is not None and staged.buffer.writers:
+                objects[name] = self._copied(staged)
         self._store.sync_objects(list(objects.values()))
         return objects
+
+    def _copied(self, staged: Staged) -> StagedObject:
+        """Copy a mapped image that the caller can still write into: an object never changes."""
+        store, size = self._store, staged.image.bytes
+        copy = store.buffers.take(size, self.branch)
+        copy.array(size, writable=True)[:] = staged.image.image
+        staged.buffer.release(store.buffers)
+        staged.buffer = copy
+        staged.image.image = image = copy.array(size, writable=False)
+        written = store.write_object(staged.image.name, image, copy, self.branch)
+        staged.written = Future()
+        staged.written.set_result(written)
+        return written
 
     def _check_complete(self, step: int) -> None:
         if type(step) is not int or not 0 <= step < STEP_LIMIT:
@@ -253,9 +279,13 @@ class Transaction:
         )
 
     def _keep(self, written: StagedObject, staged: Staged) -> None:
-        """Keep a committed image in memory; a mapped duplicate is no object's file, and goes."""
+        """Keep a committed image in memory.
+
+        A mapped duplicate is no object's file, and goes; so does an image that the caller can still
+        write into.
+        """
         path = staged.buffer.path
-        if path is None or path == self._store.objects.path(written.digest):
+        if path in (None, self._store.objects.path(written.digest)) and not staged.buffer.writers:
             self._store.cache.put(written.digest, staged.image.layout, staged.buffer)
         else:
             staged.buffer.release(self._store.buffers)

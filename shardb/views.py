@@ -116,7 +116,9 @@ class StagedShard(TensorImage):
     def seal(self) -> None:
         """Say that the image is complete: from here on it is written out in the background.
 
-        The caller must not write into it any more; arrays taken earlier become read-only by rule.
+        The caller must not write into it any more until the commit has returned. Arrays taken from
+        here on are read-only. An image whose earlier arrays outlive the commit is not kept in
+        memory (a mapped one is copied), so let them go.
         """
         if not self.sealed:
             self.sealed = True

@@ -104,6 +104,19 @@ class InterposedFiles(RealFileSystem):
         setattr(self, operation, interposed)
 
 
+class Medium(RealFileSystem):
+    """Real files that say which medium they are on: "disk" or "memory:tmpfs"."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def kind(self, path: str) -> str:
+        return self.name
+
+
+MEDIA = ("disk", "memory:tmpfs")
+
+
 @contextmanager
 def poisoned(store: shardb.Store) -> Iterator[None]:
     """Close a store at the end of a block, whatever its storage says."""
