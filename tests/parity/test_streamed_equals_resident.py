@@ -42,9 +42,15 @@ def learning_rate_of(step: int) -> float:
 class Comparison:
     """Trains both ways and collects every difference."""
 
-    def __init__(self, config: ModelConfig, options: EngineOptions, accumulation: int) -> None:
-        self.engine = Engine(config, options, Device.from_name("cpu"))
-        self.resident = ResidentTrainer(config, options, SEED)
+    def __init__(
+        self,
+        config: ModelConfig,
+        options: EngineOptions,
+        accumulation: int,
+        device: str = "cpu",
+    ) -> None:
+        self.engine = Engine(config, options, Device.from_name(device))
+        self.resident = ResidentTrainer(config, options, SEED, device)
         self.accumulation = accumulation
         self.store = MemoryStore()
         self.scales: list[float] = []

@@ -33,13 +33,22 @@ class ResidentStep:
 class ResidentTrainer:
     """A whole model in memory."""
 
-    def __init__(self, config: ModelConfig, options: EngineOptions, seed: int) -> None:
+    def __init__(
+        self, config: ModelConfig, options: EngineOptions, seed: int, device: str = "cpu"
+    ) -> None:
         self.config = config
         self.options = options
         self.dtype = TORCH_DTYPES[options.dtype]
         self.trunk = build_trunk(config)
         self.head = LmHead(config)
-        self.params = {stage.name: first_values(stage, seed) for stage in build_stages(config)}
+        self.device = device
+        self.params = {
+            stage.name: {
+                name: p.detach().to(device).requires_grad_()
+                for name, p in first_values(stage, seed).items()
+            }
+            for stage in build_stages(config)
+        }
         self.optimizer = torch.optim.AdamW(
             [p for shard in self.params.values() for p in shard.values()],
             betas=(options.beta1, options.beta2),
@@ -63,10 +72,10 @@ class ResidentTrainer:
         found = {}
         for stage, shard in self.params.items():
             for name, parameter in shard.items():
-                found[f"params/{stage}:{name}"] = parameter.detach().numpy().copy()
+                found[f"params/{stage}:{name}"] = parameter.detach().cpu().numpy().copy()
                 state = self.optimizer.state[parameter]
                 for moment in ("exp_avg", "exp_avg_sq"):
-                    found[f"optim/{stage}:{name}.{moment}"] = state[moment].numpy().copy()
+                    found[f"optim/{stage}:{name}.{moment}"] = state[moment].cpu().numpy().copy()
         return found
 
     def _accumulate(self, micro_batches: Sequence[np.ndarray], valid: int) -> float:
@@ -74,7 +83,10 @@ class ResidentTrainer:
         loss_sum = 0.0
         pending = []
         for rows in micro_batches:
-            ids, labels = (torch.from_numpy(part.copy()) for part in (rows[:, :-1], rows[:, 1:]))
+            ids, labels = (
+                torch.from_numpy(part.copy()).to(self.device)
+                for part in (rows[:, :-1], rows[:, 1:])
+            )
             hidden = self._hidden(ids.clamp_min(0))
             leaf = hidden.detach().requires_grad_()
             flat, targets = leaf.flatten(0, 1), labels.flatten()
@@ -93,8 +105,11 @@ class ResidentTrainer:
     def _hidden(self, ids: Tensor) -> Tensor:
         x = ids
         for stage in self.trunk:
-            x = stage.forward(self._active(stage), x).to(self.dtype)
+            x = self._run(stage, x)
         return x
+
+    def _run(self, stage: Stage, x: Tensor) -> Tensor:
+        return stage.forward(self._active(stage), x).to(self.dtype)
 
     def _active(self, stage: Stage) -> dict[str, Tensor]:
         masters = self.params[stage.name]
@@ -108,7 +123,7 @@ class ResidentTrainer:
         if mode == "global":
             norm = torch.nn.utils.clip_grad_norm_(everything, limit)
             return float(norm), float(torch.clamp(limit / (norm + 1e-6), max=1.0))
-        norm = torch.nn.utils.get_total_norm([p.grad for p in everything])
+        norm = torch.nn.utils.get_total_norm([p.grad for p in everything if p.grad is not None])
         if mode == "none":
             return float(norm), 1.0
         shard_norms = [
