@@ -99,7 +99,9 @@ class _Check:
         else:
             self._check_store_id(store_id, tables)
             self._check_objects(tables)
-        needed = None if tables is None else needed_objects(tables).keys()
+        # What only waits to be retired is no leftover: the index knows it still.
+        waiting = index.tables.tables["objects"].keys() if index is not None else set()
+        needed = None if tables is None else needed_objects(tables).keys() | waiting
         self.report.findings.extend(find_leftovers(self.files, view, needed))
         self.report.seconds = time.monotonic() - self.started
         return self.report
