@@ -95,11 +95,11 @@ class ResidentTrainer:
                 part = slice(start, start + chunk)
                 logits = self.head.forward(self._active(self.head), flat[part]).float()
                 loss = F.cross_entropy(logits, targets[part], reduction="sum", ignore_index=-100)
-                (loss / valid).backward()
+                torch.autograd.backward(loss / valid)
                 loss_sum += float(loss.detach())
             pending.append((hidden, leaf.grad))
         for hidden, gradient in pending:
-            hidden.backward(gradient)
+            torch.autograd.backward(hidden, gradient)
         return loss_sum
 
     def _hidden(self, ids: Tensor) -> Tensor:
