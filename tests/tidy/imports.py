@@ -26,6 +26,7 @@ STORE_LIBRARIES = {"lmdb", "msgpack", "xxhash", "zstandard", "numpy"}
 ONLY_HERE = {
     "torch": ("shardb/torch_adaptor.py",),
     "lmdb": ("shardb/index.py",),
+    "obstore": ("shardb/remote/cloud.py",),
 }
 # Commands may speak to a person; nothing else may.
 COMMAND_LIBRARIES = {"typer", "click", "rich"}
