@@ -65,10 +65,11 @@ class Appender:
     ) -> Position:
         """Append one record; return the end of the log. A failed sync poisons the store."""
         end = self._rotate(end)
+        payload = records.pack(record)
         try:
-            return self._store.log.append(end, records.pack(record))
-        except NoSpaceInLogError:
-            raise
+            return self._store.log.append(end, payload)
+        except NoSpaceInLogError as error:
+            raise self.error("writing the log", error, len(payload)) from error
         except OSError as error:
             failure = StorageFailedError(
                 f"{self._store.root}: the storage failed while a {record['kind']} record was "

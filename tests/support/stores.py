@@ -91,17 +91,25 @@ def flip_bit(path: Path, offset: int) -> None:
 class InterposedFiles(RealFileSystem):
     """Real files with one operation replaced: `before` runs ahead of every call of `operation`.
 
-    It may raise, or do behind the store's back what another process would do at that moment.
+    It may raise, or do behind the store's back what another process would do at that moment; it
+    may be exchanged while the store is open.
     """
 
-    def __init__(self, operation: str, before: Callable[..., None]) -> None:
+    def __init__(
+        self, operation: str, before: Callable[..., None], *, medium: str = "disk"
+    ) -> None:
+        self.before = before
+        self.medium = medium
         original = getattr(self, operation)
 
         def interposed(*arguments: Any, **named: Any) -> Any:
-            before(*arguments, **named)
+            self.before(*arguments, **named)
             return original(*arguments, **named)
 
         setattr(self, operation, interposed)
+
+    def kind(self, path: str) -> str:
+        return self.medium
 
 
 class Medium(RealFileSystem):
