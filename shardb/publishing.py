@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from shardb.errors import ConflictError
+from shardb.errors import ConflictError, StorageFullError
 from shardb.objects import StagedObject
 from shardb.records import Commit
+from shardb.state import Retired
 
 if TYPE_CHECKING:
     from shardb.store import Store
@@ -20,8 +21,13 @@ def publish_commit(store: Store, commit: Commit, objects: Mapping[str, StagedObj
     """Name the objects, append the commit record, apply it, retire what it lets go."""
     with store.appender.exclusive("committing") as end:
         _check_parent(store, commit)
-        place_objects(store, commit, objects.values())
-        store.appender.append(end, commit.to_record(), commit_id=commit.id)
+        placed = place_objects(store, commit, objects.values())
+        try:
+            store.appender.append(end, commit.to_record(), commit_id=commit.id)
+        except StorageFullError:
+            # Certainly not committed: a full disk needs the space of what was placed for nothing.
+            store.objects.retire(placed)
+            raise
 
 
 def _check_parent(store: Store, commit: Commit) -> None:
@@ -33,17 +39,18 @@ def _check_parent(store: Store, commit: Commit) -> None:
         )
 
 
-def place_objects(store: Store, commit: Commit, objects: Iterable[StagedObject]) -> None:
+def place_objects(store: Store, commit: Commit, objects: Iterable[StagedObject]) -> list[Retired]:
     """Name the staged files by content; what the store has already is not stored twice.
 
     The log's lock is held, and every object of the commit is staged or held by the store.
 
     Only the index says what the store has, once it is swept: a file of the right name that no
-    commit references is a leftover of unknown content, and is replaced.
+    commit references is a leftover of unknown content, and is replaced. Returns what was placed.
     """
     store.appender.sweep()
     wanted = {entry.digest for entry in commit.shards.values()}
     known = store.index.read(lambda tables: {d for d in wanted if tables.get("objects", d)})
+    objects = list(objects)
     placed = set(known)
     for staged in objects:
         if staged.digest in placed:
@@ -57,3 +64,4 @@ def place_objects(store: Store, commit: Commit, objects: Iterable[StagedObject])
             store.objects.sync_directory()
         except OSError as error:
             raise store.appender.fail(store.appender.error("syncing objects/", error)) from error
+    return [Retired(digest=s.digest, bytes=s.bytes) for s in objects if s.digest not in known]

@@ -291,11 +291,16 @@ class Transaction:
             staged.buffer.release(self._store.buffers)
 
     def _give_back(self, staged: Staged) -> None:
-        """Return file and memory of a staged shard; a failed write has nothing to return."""
-        if staged.written is not None:
-            failure = staged.written.exception()
-            if failure is None:
-                self._store.drop_object(staged.written.result())
+        """Return file and memory of a staged shard; a failed write has nothing to return.
+
+        A mapped file that has its content name is left alone: the commit may have landed.
+        """
+        if staged.written is not None and staged.written.exception() is None:
+            written = staged.written.result()
+            if staged.buffer.path == self._store.objects.path(written.digest):
+                staged.buffer.disown()
+            else:
+                self._store.drop_object(written)
         staged.buffer.release(self._store.buffers)
 
     def _close(self) -> None:

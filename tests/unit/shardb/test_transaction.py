@@ -13,15 +13,19 @@ import pytest
 
 import shardb
 from shardb.errors import (
+    CommitUnknownError,
     ConflictError,
     IncompleteCommitError,
     NotFoundError,
+    StorageFailedError,
     StorageFullError,
     UsageError,
 )
 from shardb.layout import TensorSpec
 from tests.support.stores import (
+    MEDIA,
     InterposedFiles,
+    Medium,
     commit_step,
     filled,
     value_of,
@@ -433,3 +437,73 @@ def test_is_a_full_disk_told_with_bytes_and_the_previous_commit_intact(
         commit_step(store, 2)
         with store.at() as view:
             assert view.commit.step == 2
+
+
+class FailingLog(Medium):
+    """A medium whose log fails: at the write, so that nothing lands, or only at the sync."""
+
+    def __init__(self, name: str, operation: str, error: int) -> None:
+        super().__init__(name)
+        self.failing = False
+        self._operation = operation
+        self._error = error
+        self._log_files: set[int] = set()
+
+    def open(self, path: str, flags: int, mode: int = 0o666) -> int:
+        file = super().open(path, flags, mode)
+        (self._log_files.add if path.endswith(".wal") else self._log_files.discard)(file)
+        return file
+
+    def _fail(self, operation: str, file: int) -> None:
+        if self.failing and operation == self._operation and file in self._log_files:
+            raise OSError(self._error, os.strerror(self._error))
+
+    def pwrite(self, file: int, data: Any, offset: int) -> int:
+        self._fail("pwrite", file)
+        return super().pwrite(file, data, offset)
+
+    def fdatasync(self, file: int) -> None:
+        self._fail("fdatasync", file)
+        super().fdatasync(file)
+
+
+@pytest.mark.parametrize("medium_name", MEDIA)
+def test_does_a_full_log_give_back_what_was_placed(root: Path, medium_name: str) -> None:
+    files = FailingLog(medium_name, "pwrite", errno.ENOSPC)
+    with shardb.open(root, create=True, files=files) as store:
+        commit_step(store, 1)
+        before = names_in(root, "objects")
+        for _ in range(3):
+            transaction = store.begin()
+            files.failing = True
+            with pytest.raises(StorageFullError, match="while writing the log"):
+                write_and_commit(transaction, 2)
+            files.failing = False
+            assert names_in(root, "objects") == before
+        assert len(names_in(root, "spare")) <= 3
+        for step in (2, 3, 4, 5):
+            commit_step(store, step)
+            with store.at() as view:
+                assert values_of(view) == {"params/a": step, "params/b": step + 0.25}
+
+
+@pytest.mark.parametrize("medium_name", MEDIA)
+def test_is_an_unknown_commit_told_and_found_when_it_landed(root: Path, medium_name: str) -> None:
+    files = FailingLog(medium_name, "fdatasync", errno.EIO)
+    with shardb.open(root, create=True, files=files) as store:
+        commit_step(store, 1)
+        transaction = store.begin()
+        files.failing = True
+        with pytest.raises(CommitUnknownError) as caught:
+            write_and_commit(transaction, 2)
+        assert not caught.value.definite
+        assert caught.value.exit_code == 7
+        with pytest.raises(StorageFailedError, match="open it again"):
+            store.begin()
+        with store.at() as view:
+            assert values_of(view) == {"params/a": 1.0, "params/b": 1.25}
+    files.failing = False
+    with shardb.open(root, files=files) as store:
+        assert store.resolve(caught.value.commit_id).step == 2
+        with store.at() as view:
+            assert values_of(view) == {"params/a": 2.0, "params/b": 2.0}
