@@ -7,7 +7,7 @@ again, and an interrupted copy goes on where it stopped. The source's commit is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from shardb import branching
@@ -15,6 +15,7 @@ from shardb.errors import ConflictError, NotFoundError
 from shardb.read_view import ReadView
 from shardb.records import Commit, Record
 from shardb.refs import no_such
+from shardb.state import DEFAULT_BRANCH
 from shardb.store import Store
 from shardb.transfer_lineage import lineage
 from shardb.transfer_receive import (
@@ -47,9 +48,11 @@ def copy_commit(
 ) -> Commit:
     """Make the commit that `ref` names the head of a branch of `target`.
 
-    `branch` is by default the commit's own. Only forward: see `receive_commit` for the errors.
+    `branch` is by default the one that `ref` names, else the commit's own. Only forward: see
+    `receive_commit` for the errors.
     """
     with source.at(ref=ref) as view:
+        branch = branch or branch_of(ref, view.commit, source.branches())
         return copy_leased(source, view, target, branch, expected_head=expected_head, tally=tally)
 
 
@@ -80,6 +83,12 @@ def copy_snapshot(source: Store, target: Store, name: str, *, tally: Tally | Non
         return receive_snapshot(target, incoming, name, tally=tally)
 
 
+def branch_of(ref: str | None, commit: Commit, branches: Collection[str]) -> str:
+    """The branch a commit is copied to when nobody says: a new branch has its base's commit."""
+    named = DEFAULT_BRANCH if ref is None else ref
+    return named if named in branches else commit.branch
+
+
 def record_of(source: Store, commit: Commit) -> Record:
     """The record of a leased commit, with what only records say."""
     found: Record = source.index.read(lambda tables: tables.get("commits", commit.id))
@@ -102,8 +111,8 @@ def clone(
     ConflictError when the target holds something that the source does not know.
     """
     heads, pinned = source.branches(), source.snapshots()
-    wanted_branches = _chosen("branch", branches, heads)
-    wanted_snapshots = _chosen("snapshot", snapshots, pinned)
+    wanted_branches = chosen("branch", branches, heads)
+    wanted_snapshots = chosen("snapshot", snapshots, pinned)
     _check_part_of(source, target)
     policy = branching.policy_of(source)
     if branching.policy_of(target) != policy:
@@ -120,7 +129,8 @@ def clone(
     )
 
 
-def _chosen(what: str, wanted: Iterable[str] | None, existing: dict[str, Commit]) -> list[str]:
+def chosen(what: str, wanted: Iterable[str] | None, existing: Mapping[str, object]) -> list[str]:
+    """The names that are wanted, by default all; NotFoundError for one that does not exist."""
     if wanted is None:
         return list(existing)
     names = list(dict.fromkeys(wanted))
