@@ -44,6 +44,7 @@ Examples:
 STORE may be left out: then $SHARDB_STORE is meant, else the current directory if it is a store.
 All verbs but `init` may run beside a live `train`.
 """
+INTERRUPTED = 130
 _OS_EXIT_CODES = {errno.ENOSPC: 6, errno.EDQUOT: 6, errno.EIO: 7, errno.ENOENT: 4}
 
 
@@ -59,7 +60,7 @@ def run(arguments: list[str]) -> int:
     except typer.Exit as ended:
         code = ended.exit_code
     except (typer.Abort, KeyboardInterrupt):
-        return _fail("interrupted", 130)
+        return _fail("interrupted", INTERRUPTED)
     except ShardbError as error:
         return _fail(str(error), error.exit_code)
     except BrokenPipeError:
@@ -75,6 +76,8 @@ def run(arguments: list[str]) -> int:
         if not hasattr(error, "format_message"):
             raise
         return _fail(f"{error.format_message()} (see `shardb --help`)", 2)
+    if code == INTERRUPTED:
+        return _fail("interrupted", INTERRUPTED)  # the command line library turns SIGINT into this
     return int(code or 0)
 
 

@@ -7,12 +7,11 @@ from typing import Annotated, Any
 import typer
 
 import shardb
+from shardb.branching import delete_snapshot
 from shardb.cli.places import JsonOption, NetworkOption, StoreArgument, split_store, store_path
 from shardb.cli.printing import in_local_time, print_json, print_table
-from shardb.errors import UsageError
+from shardb.errors import CorruptionError, UsageError
 from shardb.fsck_objects import check_object
-from shardb.records import Commit
-from shardb.refs import snapshot_target
 
 
 def snapshot(
@@ -29,7 +28,8 @@ def snapshot(
         typer.Option("--ref", metavar="REF", help="Pin the commit that REF names."),
     ] = None,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Read every object first and check its digest.")
+        bool,
+        typer.Option("--verify", help="Read every object; keep the snapshot only if all are good."),
     ] = False,
     json: JsonOption = False,
     allow_network: NetworkOption = False,
@@ -48,7 +48,8 @@ def snapshot(
       shardb snapshot step-3000            inside a store's directory
 
     The same name for the same commit is fine and changes nothing; for another commit it is refused.
-    An interrupt leaves the snapshot made or not made, nothing between.
+    An interrupt leaves the snapshot made or not made, nothing between; with --verify it may be made
+    and not verified.
     """
     root, name = split_store(store, name)
     if name is None:
@@ -58,9 +59,9 @@ def snapshot(
     wanted = f"step-{step}" if step is not None else ref
     with shardb.open(root, allow_network=allow_network) as opened:
         existed = name in opened.snapshots()
-        if verify:
-            wanted = _verified(opened, name, wanted)
         commit = opened.create_snapshot(name, ref=wanted)
+        if verify:
+            _verify(opened, name, keep=existed)
     result = {"snapshot": name, "step": commit.step, "commit": commit.id, "created": not existed}
     if json:
         print_json(result)
@@ -69,16 +70,19 @@ def snapshot(
         print(f"snapshot {name} {done} step {commit.step} (commit {commit.id})")
 
 
-def _verified(store: shardb.Store, name: str, wanted: str | None) -> str:
-    """Read every object of the commit that would be pinned; give the commit's id.
+def _verify(store: shardb.Store, name: str, *, keep: bool) -> None:
+    """Read every object of a snapshot; unless `keep`, delete it when one is damaged.
 
-    The lease keeps the commit while its objects are read. Raises the error of the first bad object.
+    It is pinned first: beside a fast run the commit would be gone before its last object is read.
     """
-    target: Commit = store.index.read(lambda tables: snapshot_target(tables, name, wanted))
-    with store.at(commit=target.id) as view:
-        for shard, entry in view.commit.shards.items():
-            check_object(store.files, store.root, shard, entry)
-        return target.id
+    try:
+        with store.snapshot(name) as view:
+            for shard, entry in view.commit.shards.items():
+                check_object(store.files, store.root, shard, entry)
+    except CorruptionError:
+        if not keep:
+            delete_snapshot(store, name)
+        raise
 
 
 def snapshots(
