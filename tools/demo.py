@@ -170,11 +170,11 @@ def _tell(folder: Folder, plan: Plan, steps: list[Mapping[str, Any]], seconds: f
     by_frequency = manifest["val"]["unigram_entropy_nats"]
     _heading(f"Done in {seconds:.0f} s: what just happened")
     print(f"   loss  {_curve([line['loss'] for line in steps])}")
-    learned = f"held-out loss {held_out[0]:.2f} -> {held_out[-1]:.2f}"
+    learned = f"loss {steps[0]['loss']:.2f} at first, {held_out[-1]:.2f} held out at last"
     more = f"shardb log {folder.run}, train --store {folder.run} --max-steps {2 * numbers[-1]}"
     activate = os.path.relpath(Path(sys.executable).parent / "activate")
     for line in (
-        f"A model learned {plan.text}: {learned}; token frequencies give {by_frequency:.2f}.",
+        f"A model learned {plan.text}: {learned}; token counts give {by_frequency:.2f}.",
         f"Each of its {numbers[-1]} steps was one atomic commit: all weights, all optimizer state.",
         f"SIGKILL hit it after step {plan.killed_step}; it went on, no step lost or done twice.",
         f"Step {numbers[-1]} is pinned as a snapshot; fsck read every byte and found no fault.",
