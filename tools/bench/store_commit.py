@@ -63,7 +63,7 @@ class Raw:
         offset = 0
         for tensors in self._state.values():
             for array in tensors.values():
-                view = memoryview(array).cast("B")
+                view = array.data.cast("B")
                 for position in range(0, len(view), CHUNK_BYTES):
                     os.pwrite(self._file, view[position : position + CHUNK_BYTES], offset)
                     offset += CHUNK_BYTES
@@ -95,6 +95,7 @@ class Shardb:
 
 
 def shardb_specs(tensors: Mapping[str, NDArray[np.float32]]) -> dict[str, shardb.TensorSpec]:
+    """Describe the arrays as the store wants them described."""
     return {n: shardb.TensorSpec(dtype="F32", shape=a.shape) for n, a in tensors.items()}
 
 
@@ -159,11 +160,12 @@ class Lmdb:
         with self._environment.begin(write=True) as transaction:
             for name, tensors in self._state.items():
                 for tensor, array in tensors.items():
-                    transaction.put(f"{name}/{tensor}".encode(), memoryview(array).cast("B"))
+                    transaction.put(f"{name}/{tensor}".encode(), array.data.cast("B"))
         return time.perf_counter() - started
 
 
 def sync_path(path: str | Path) -> None:
+    """Sync a file or a directory that somebody else wrote."""
     file = os.open(path, os.O_RDONLY)
     os.fsync(file)
     os.close(file)
@@ -198,6 +200,7 @@ def measure(directory: Path, rounds: int) -> dict[str, list[dict[str, float]]]:
 
 
 def main() -> None:
+    """Measure, print a table, and write the rows as JSON when asked."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dir", required=True, type=Path)
     parser.add_argument("--rounds", type=int, default=5)
