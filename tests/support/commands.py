@@ -1,4 +1,4 @@
-"""The command `shardb` as a process of its own."""
+"""The command `shardb`, as a process of its own or in the test's."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from shardb.cli import run
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 PROGRAM = "from shardb.cli import main; main()"
@@ -25,7 +29,29 @@ class Ended:
     @property
     def json(self) -> Any:
         """The document on standard output."""
-        return json.loads(self.out)
+        return json.loads(self.out, parse_constant=pytest.fail)
+
+
+class Ask:
+    """Runs `shardb` in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.capsys = capsys
+
+    def __call__(self, *arguments: object) -> Ended:
+        self.capsys.readouterr()
+        code = run([str(argument) for argument in arguments])
+        captured = self.capsys.readouterr()
+        return Ended(code=code, out=captured.out, err=captured.err)
+
+
+def check_refused(answer: Ended, code: int, *words: str) -> None:
+    """One line on standard error, the right code, no traceback."""
+    assert answer.code == code, answer.err
+    assert answer.err.startswith("error: ")
+    assert answer.err.count("\n") == 1
+    for word in words:
+        assert word in answer.err
 
 
 def shardb_command(*arguments: object) -> Ended:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import shardb
-from shardb import frames
 from shardb.branching import rewind
 from shardb.errors import CorruptionError, FormatError, NotFoundError, ShardbError
 from shardb.filesystem import RealFileSystem
@@ -31,8 +30,6 @@ from tests.support.small_stores import (
     only,
     tree,
 )
-
-SEGMENT = "wal/0000000001.wal"
 
 
 @pytest.fixture(scope="module")
@@ -124,165 +121,6 @@ def test_is_an_object_that_cannot_be_read_found(run: Path) -> None:
     path.unlink()
     path.mkdir()
     assert only(fsck(run)).kind == "object_unreadable"
-
-
-# The log
-
-
-def test_is_a_flipped_bit_in_the_log_found_with_its_place(run: Path) -> None:
-    second = frames.decode(memoryview((run / SEGMENT).read_bytes()), 0)
-    assert second is not None
-    flip_bit(run / SEGMENT, second.end + 70)
-    finding = only(fsck(run))
-    assert (finding.kind, finding.severity) == ("log_damaged", "error")
-    assert (finding.path, finding.offset) == (str(run / SEGMENT), second.end)
-    assert finding.expected == "record 2"
-
-
-def test_is_a_damaged_log_no_reason_to_leave_objects_unread(run: Path) -> None:
-    path = object_of(run, 2, "params/a")
-    flip_bit(path, 6000)
-    flip_bit(run / SEGMENT, 100)
-    report = fsck(run)
-    assert kinds(report) == ["log_damaged", "object_corrupt"]
-    assert report.objects_checked == 3 * len(SHARDS) + 1
-
-
-def test_is_a_shortened_log_found(run: Path) -> None:
-    path = run / SEGMENT
-    path.write_bytes(path.read_bytes()[:-300])
-    finding = only(fsck(run))
-    assert (finding.kind, finding.severity) == ("log_truncated", "error")
-
-
-def test_is_a_log_cut_between_records_found(run: Path) -> None:
-    path = run / SEGMENT
-    data = path.read_bytes()
-    path.write_bytes(data[: last_frame(data).offset])
-    finding = only(fsck(run))
-    assert finding.kind == "log_truncated"
-    assert finding.found is not None
-    assert "is the last one" in finding.found
-
-
-def test_is_a_log_of_another_history_found(run: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    fill_store(other, range(9))
-    shutil.copy(other / SEGMENT, run / SEGMENT)
-    assert "log_truncated" in kinds(fsck(run))
-
-
-def test_is_a_missing_log_found(run: Path) -> None:
-    (run / SEGMENT).unlink()
-    assert kinds(fsck(run)) == ["log_missing", "log_truncated"]
-
-
-def test_is_a_torn_end_only_a_warning(run: Path) -> None:
-    data = (run / SEGMENT).read_bytes()
-    with (run / SEGMENT).open("ab") as file:
-        file.write(data[last_frame(data).offset :][:50])
-    finding = only(fsck(run))
-    assert (finding.kind, finding.severity) == ("log_torn_tail", "warning")
-    assert finding.next_command == f"shardb recover {run}"
-    with shardb.open(run) as store:
-        assert store.recovery.dropped[0]["path"] == str(run / SEGMENT)
-    assert fsck(run).findings == []
-
-
-def test_is_a_record_that_contradicts_the_others_found(run: Path) -> None:
-    data = (run / SEGMENT).read_bytes()
-    last = last_frame(data)
-    payload = last.payload.replace(b"\xa6parent", b"\xa6parenT")
-    frame, _ = frames.encode(lsn=last.lsn, previous=last.previous, payload=payload)
-    (run / SEGMENT).write_bytes(data[: last.offset] + frame)
-    assert "log_record_garbled" in kinds(fsck(run))
-
-
-# Segments
-
-
-@pytest.fixture(scope="module")
-def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store whose log has several closed segments."""
-    root = tmp_path_factory.mktemp("long") / "run"
-    fill_store(root, range(12), snapshots=(3,), segment_bytes=3000)
-    assert len(list((root / "wal").iterdir())) >= 3
-    return root
-
-
-def test_is_a_log_of_many_segments_clean(long: Path) -> None:
-    assert fsck(long).findings == []
-
-
-def test_is_a_damaged_closed_segment_found(long: Path, tmp_path: Path) -> None:
-    run = copy_store(long, tmp_path / "run")
-    closed = min((run / "wal").iterdir())
-    flip_bit(closed, closed.stat().st_size // 2)
-    finding = only(fsck(run))
-    assert (finding.kind, finding.severity, finding.path) == ("log_damaged", "error", str(closed))
-    with shardb.open(run) as store:  # and the run can go on
-        commit_step(store, 12)
-
-
-def test_is_a_missing_closed_segment_found(long: Path, tmp_path: Path) -> None:
-    run = copy_store(long, tmp_path / "run")
-    closed = sorted((run / "wal").iterdir())[1]
-    closed.unlink()
-    finding = only(fsck(run))
-    assert finding.kind == "log_missing"
-    assert finding.path.startswith(str(closed).removesuffix(".zst"))
-
-
-def test_is_a_missing_last_segment_found(long: Path, tmp_path: Path) -> None:
-    run = copy_store(long, tmp_path / "run")
-    max((run / "wal").iterdir()).unlink()
-    assert "log_truncated" in kinds(fsck(run))
-
-
-# The index
-
-
-def test_is_a_missing_index_only_an_info(run: Path) -> None:
-    shutil.rmtree(run / "index")
-    finding = only(fsck(run))
-    assert (finding.kind, finding.severity) == ("index_missing", "info")
-    shardb.open(run).close()
-    assert fsck(run).findings == []
-
-
-def test_is_an_older_index_only_an_info(run: Path) -> None:
-    kept = (run / "index/data.mdb").read_bytes()
-    with shardb.open(run) as store:
-        commit_step(store, 7)
-    (run / "index/data.mdb").write_bytes(kept)
-    report = fsck(run)
-    assert not report.has_errors
-    assert {"index_behind", "object_unreferenced"} >= set(kinds(report)) >= {"index_behind"}
-    shardb.open(run).close()
-    assert "index_behind" not in kinds(fsck(run))
-
-
-@pytest.mark.parametrize("keep", [0, 100, 5000, -4096])
-def test_is_a_cut_index_only_a_warning(run: Path, keep: int) -> None:
-    path = run / "index/data.mdb"
-    path.write_bytes(path.read_bytes()[:keep])
-    finding = only(fsck(run))
-    assert (finding.kind, finding.severity) == ("index_unreadable", "warning")
-
-
-def test_is_a_changed_entry_of_the_index_found(run: Path) -> None:
-    path = run / "index/data.mdb"
-    digest = bytes.fromhex(object_of(run, 6, "params/a").stem)
-    data = path.read_bytes()
-    assert digest in data
-    path.write_bytes(data.replace(digest, bytes(16)))
-    report = fsck(run)
-    assert kinds(report) == ["index_differs"]
-    assert report.has_errors
-    with shardb.open(run) as store:  # the log is the truth
-        assert store.resolve().shards["params/a"].digest == digest.hex()
-        assert store.recovery.rebuilt[0]["what"] == "index"
-    assert kinds(fsck(run)) == ["index_set_aside"]
 
 
 # FORMAT
@@ -463,12 +301,3 @@ def test_is_the_nearest_intact_step_on_the_same_branch(run: Path) -> None:
     damaged = {commits[2].shards["params/a"].digest}
     assert nearest_intact_step([commits[2]], list(commits.values()), damaged) == 5
     assert nearest_intact_step([commits[2]], [commits[2]], damaged) is None
-
-
-def last_frame(data: bytes) -> frames.Frame:
-    """The last frame of a segment."""
-    offset, last = 0, None
-    while (frame := frames.decode(memoryview(data), offset)) is not None:
-        offset, last = frame.end, frame
-    assert last is not None
-    return last
