@@ -54,7 +54,7 @@ class Publisher:
         """Objects and bytes of the copy that runs, or of the last one."""
         return self._tally.counts
 
-    def publish(self, commit: Commit | None = None) -> float:
+    def publish(self, commit: Commit | None = None, *, tally: Tally | None = None) -> float:
         """Begin to copy a commit (by default the branch's head); return the seconds waited.
 
         Raises what the copy before ran into, and NotFoundError when the commit is retired already.
@@ -64,7 +64,7 @@ class Publisher:
         waited_seconds = time.monotonic() - began
         wanted = commit.id if commit is not None else self._source.resolve(self._branch).id
         view = self._source.at(commit=wanted)
-        self._tally = Tally()
+        self._tally = tally or Tally()
         try:
             self._running = self._pool.submit(self._copy, view, self._tally)
         except BaseException:

@@ -17,7 +17,19 @@ from typing import Annotated, Any
 import typer
 
 import shardb
-from shardb.cli import fsck, gc, info, init, log, recover, show, snapshot
+from shardb.cli import (
+    clone,
+    fsck,
+    gc,
+    info,
+    init,
+    log,
+    publish,
+    recover,
+    show,
+    snapshot,
+    transfer,
+)
 from shardb.errors import EXIT_CODES, ShardbError
 
 VERBS: dict[str, Callable[..., Any]] = {
@@ -31,6 +43,10 @@ VERBS: dict[str, Callable[..., Any]] = {
     "recover": recover.recover,
     "fsck": fsck.fsck,
     "gc": gc.gc,
+    "push": transfer.push,
+    "pull": transfer.pull,
+    "clone": clone.clone,
+    "publish": publish.publish,
 }
 HELP = """Look at and look after a store of shards: the weights and optimizer state of a run.
 
@@ -40,6 +56,7 @@ Examples:
   shardb show run step-3000       one commit: metrics, shards, digests
   shardb snapshot run step-3000   keep the commit of step 3000 for good
   shardb fsck run                 read every byte and check it
+  shardb push run s3://bucket/a   copy the newest step to object storage, or to another path
 
 STORE may be left out: then $SHARDB_STORE is meant, else the current directory if it is a store.
 All verbs but `init` may run beside a live `train`.
