@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "trainer": ("trainer", "shardb"),
     "export": ("export", "shardb", "trainer.model"),
     "serve": ("serve", "shardb", "trainer.model", "trainer.device"),
-    "tools": ("tools", "shardb", "trainer", "export", "serve"),
+    "tools": ("tools", "shardb", "trainer", "export", "serve", "tests.support"),
 }
 STORE_LIBRARIES = {"lmdb", "msgpack", "xxhash", "zstandard", "numpy"}
 ONLY_HERE = {
