@@ -59,6 +59,7 @@ def check_log(files: FileSystem, view: View, index: IndexState | None) -> Replay
             replay.meet_fault(item)
         else:
             replay.meet_record(item)
+    replay.check_beginnings()
     replay.meet_end()
     replay.check_closed()
     return Replay(tables=replay.tables if replay.trusted else None, findings=replay.findings)
@@ -80,6 +81,7 @@ class _Replaying:
         self.last: Frame | None = None
         self.tail: LogFault | None = None
         self.is_other_log = False
+        self.begun: set[int] = set()
         self.effects_behind_index = 0
 
     # Going through the log
@@ -99,6 +101,8 @@ class _Replaying:
 
     def meet_record(self, entry: LogEntry) -> None:
         self.last = entry.frame
+        if entry.frame.offset == 0 and entry.record["kind"] == first_kind(entry.sequence):
+            self.begun.add(entry.sequence)
         try:
             self._apply(entry)
         except (LogDamagedError, AssertionError, KeyError, TypeError, ValueError) as error:
@@ -158,6 +162,23 @@ class _Replaying:
             )
 
     # What the end means
+
+    def check_beginnings(self) -> None:
+        """Every segment begins with the record it was made with, and the last one is raw."""
+        told = {finding.path for finding in self.findings}
+        for sequence in self.view.sequences:
+            path = self.log.stored_path(sequence)
+            if sequence not in self.begun and path not in told:
+                self.trusted = False
+                expected = f"a segment that begins with {first_kind(sequence)}"
+                self.add("log_truncated", path, offset=0, expected=expected, found="none of it")
+                self.tail = None
+        last = self.view.sequences[-1] if self.view.sequences else 0
+        if last and self.log.stored_path(last) != self.log.path(last):
+            self.trusted = False
+            path = self.log.path(last + 1)
+            expected = "a segment behind the last closed one"
+            self.add("log_missing", path, expected=expected, found="no file")
 
     def meet_end(self) -> None:
         if self.index is not None and self._ends_before(self.index):
@@ -226,6 +247,11 @@ class _Replaying:
         self.findings.append(
             Finding(kind=kind, severity=severity, path=path, next_command=command, **fields)
         )
+
+
+def first_kind(sequence: int) -> str:
+    """The kind of the record that a segment is made with."""
+    return "init" if sequence == 1 else "checkpoint"
 
 
 def restore_command(root: str, path: str) -> str:
