@@ -53,6 +53,10 @@ class ShardbError(Exception):
         self.message = message
         self.path = path
 
+    def to_json(self) -> dict[str, str | None]:
+        """What a script reads of an error."""
+        return {"kind": self.kind, "path": self.path, "message": self.message}
+
 
 class UsageError(ShardbError):
     """The call or its arguments are wrong."""

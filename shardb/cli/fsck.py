@@ -13,7 +13,7 @@ import typer
 from shardb.cli.places import JsonOption, StoreArgument, store_path
 from shardb.cli.printing import in_bytes, print_json
 from shardb.cli.verified import VerifiedTimes
-from shardb.errors import UsageError
+from shardb.errors import ShardbError, UsageError
 from shardb.filesystem import RealFileSystem
 from shardb.findings import Finding, Report
 from shardb.fsck import Progress, check_store
@@ -51,7 +51,8 @@ def fsck(
 
     Keys of --json: findings (each with kind, severity, path, offset, expected, found, shards,
     branches, steps, snapshots, nearest_intact_step, next_command), objects_checked, bytes_checked,
-    seconds, complete. It is printed whatever the exit code, unless the store cannot be read at all.
+    seconds, complete. It is printed whatever the exit code; with error (kind, path, message) where
+    there is no store or it cannot be read at all.
 
     It may run beside a live `train`. An interrupt leaves nothing behind.
     """
@@ -69,6 +70,10 @@ def fsck(
             on_progress=display.show if sys.stderr.isatty() else None,
             on_verified=verified.add,
         )
+    except ShardbError as error:
+        if json:
+            print_json({**Report(complete=False).to_json(), "error": error.to_json()})
+        raise
     finally:
         display.clear()
         verified.save()

@@ -62,7 +62,7 @@ def _refused(root: str, error: ShardbError) -> dict[str, Any]:
         "rebuilt": [],
         "warnings": [],
         "needs": f"shardb fsck {root}" if error.exit_code == 3 else f"shardb gc {root}",
-        "error": {"kind": error.kind, "path": error.path, "message": error.message},
+        "error": error.to_json(),
     }
 
 
