@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -227,6 +228,18 @@ def test_do_only_errors_make_fsck_exit_1(ask: Ask, store: Path) -> None:
     assert "error: object_corrupt: objects/" in text
     assert "hits shards params/a; steps 2; snapshots step-2" in text
     assert "nearest intact step: 5" in text
+
+
+def test_does_fsck_print_its_document_whatever_the_exit_code(ask: Ask, store: Path) -> None:
+    answer = ask("fsck", store / "nowhere", "--json")
+    check_refused(answer, 4)
+    assert (answer.json["findings"], answer.json["complete"]) == ([], False)
+    assert answer.json["error"]["kind"] == "not_found"
+    shutil.rmtree(store / "objects")
+    (store / "objects").write_bytes(b"a file")
+    answer = ask("fsck", store, "--json")
+    check_refused(answer, 3, "objects")
+    assert answer.json["error"]["path"] == str(store / "objects")
 
 
 def test_does_a_budget_go_on_where_the_last_one_ended(

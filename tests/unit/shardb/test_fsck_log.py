@@ -151,10 +151,28 @@ def test_is_a_missing_closed_segment_found(long: Path, tmp_path: Path) -> None:
     assert finding.path.startswith(str(closed).removesuffix(".zst"))
 
 
-def test_is_a_missing_last_segment_found(long: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("with_index", [True, False])
+def test_is_a_missing_last_segment_found(long: Path, tmp_path: Path, with_index: bool) -> None:
     run = copy_store(long, tmp_path / "run")
+    if not with_index:
+        (run / "index/data.mdb").unlink()
     max((run / "wal").iterdir()).unlink()
-    assert "log_truncated" in kinds(fsck(run))
+    report = fsck(run)
+    assert ("log_truncated" in kinds(report)) == with_index
+    assert "log_missing" in kinds(report)
+
+
+@pytest.mark.parametrize("content", [b"", b"SDBW", bytes(5000)])
+def test_is_a_last_segment_without_its_beginning_found(
+    long: Path, tmp_path: Path, content: bytes
+) -> None:
+    """Without an index nobody else knows; a segment appears with its first record or not at all."""
+    run = copy_store(long, tmp_path / "run")
+    (run / "index/data.mdb").unlink()
+    max((run / "wal").iterdir()).write_bytes(content)
+    report = fsck(run)
+    assert kinds(report) == ["index_missing", "log_truncated"]
+    assert report.has_errors
 
 
 # The index
