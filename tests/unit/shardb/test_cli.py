@@ -20,7 +20,6 @@ from tests.support.small_stores import (
     fill_store,
 )
 
-
 # Verbs that need nothing but the store.
 LOOKING = ("info", "log", "ls", "show", "snapshots", "recover", "fsck", "gc")
 
