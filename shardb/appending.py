@@ -147,8 +147,8 @@ class Appender:
             record["state"]["meta"]["closed"] = closed
             end = store.log.create_segment(end, records.pack(record))
         except OSError as error:
-            if error.errno in FULL:
-                return end
+            if error.errno in FULL and end.sequence + 1 not in store.log.sequences():
+                return end  # else there may be two ends of the log: that is a failure
             raise self.fail(self.error("beginning a log segment", error)) from error
         self._apply(record, end)
         # The checkpoint may hold much more than the records since: rotate by growth, not by size.

@@ -7,7 +7,9 @@ when everything it needs is there.
 
 from __future__ import annotations
 
+import errno
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 
 import xxhash
@@ -59,7 +61,7 @@ def decode_format(data: bytes, path: str) -> Format:
             f"({FORMAT_VERSION}); upgrade shardb",
             path=path,
         )
-    if checksum != _checksum(fields):
+    if type(version) is not int or type(store_id) is not str or checksum != _checksum(fields):
         raise FormatError(
             f"{path}: its checksum does not match; put the file back from a copy, or run "
             "`shardb repair`",
@@ -94,18 +96,32 @@ def read_format(files: FileSystem, root: str) -> Format:
         raise NotFoundError(
             f"{root}: there is no store here; make one with `shardb init {root}`", path=root
         ) from error
+    except IsADirectoryError as error:
+        raise FormatError(
+            f"{path}: this is a directory, not the file of a store", path=path
+        ) from error
+    except OSError as error:
+        if error.errno != errno.EFBIG:
+            raise
+        raise FormatError(
+            f"{path}: longer than {FORMAT_LIMIT_BYTES} bytes, so it is damaged; put the file back "
+            "from a copy, or run `shardb repair`",
+            path=path,
+        ) from error
     return decode_format(data, path)
 
 
 def create_directories(files: FileSystem, root: str) -> None:
-    """Make the directories of a store, durably; UsageError when something is in the way."""
+    """Make the directories of a store, durably; UsageError when something is in the way.
+
+    Somebody may be making the same ones at this moment, or may have died while he did.
+    """
     try:
-        if not files.exists(root):
-            files.make_directory(root)
+        _make_directory(files, root)
+        with suppress(PermissionError):  # a parent that may not be read was not made here
             files.sync_directory(root.rpartition("/")[0] or "/")
         for name in DIRECTORIES:
-            if not files.exists(f"{root}/{name}"):
-                files.make_directory(f"{root}/{name}")
+            _make_directory(files, f"{root}/{name}")
     except (FileNotFoundError, FileExistsError, NotADirectoryError) as error:
         raise UsageError(
             f"{root}: a store cannot be made here ({error.strerror}); its parent must be a "
@@ -113,6 +129,14 @@ def create_directories(files: FileSystem, root: str) -> None:
             path=root,
         ) from error
     files.sync_directory(root)
+
+
+def _make_directory(files: FileSystem, path: str) -> None:
+    try:
+        files.make_directory(path)
+    except FileExistsError:
+        if not files.status(path).is_directory:
+            raise
 
 
 def write_format(files: FileSystem, root: str, store_id: str) -> None:

@@ -87,6 +87,8 @@ def disagreement(log: Log, index: IndexState) -> str | None:
     """
     applied = index.applied
     try:
+        if not applied.lsn and any(index.tables.tables.values()):
+            return "entries, but not the position in the log that they reflect"
         if not applied.lsn or log.size_bytes(applied.sequence) > REPLAYED_BYTES_MAX:
             return None
         tables = DictTables()

@@ -98,6 +98,14 @@ class Log:
         found = (SEGMENT_PATTERN.match(name) for name in self._files.list(self.directory))
         return sorted({int(match.group(1)) for match in found if match})
 
+    def is_closed(self, sequence: int) -> bool:
+        """Whether only the compressed copy of a segment is there."""
+        return not self._files.exists(self.path(sequence))
+
+    def sync_directory(self) -> None:
+        """Make the names of the segments durable."""
+        self._files.sync_directory(self.directory)
+
     def size_bytes(self, sequence: int) -> int:
         return self._files.status(self.path(sequence)).size_bytes
 
@@ -263,7 +271,7 @@ class Log:
             write_all(self._files, file, frame, 0)
             self._files.fsync(file)
         self._files.rename(f"{path}.partial", path)
-        self._files.sync_directory(self.directory)
+        self.sync_directory()
         return Position(sequence=sequence, offset=len(frame), lsn=position.lsn + 1, digest=digest)
 
 

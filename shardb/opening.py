@@ -14,6 +14,7 @@ from shardb import index_state, records, refs, reserve
 from shardb.errors import FormatError, LogTruncatedError, NotFoundError, UsageError
 from shardb.filesystem import FileSystem, read_file
 from shardb.index import MAP_BYTES, Index
+from shardb.locks import Locks
 from shardb.log import START, Log
 from shardb.objects import free_bytes_of
 from shardb.records import new_id, new_record
@@ -40,6 +41,8 @@ def create(files: FileSystem, root: str) -> bool:
             "copy, or run `shardb repair`",
             path=root,
         )
+    if files.exists(root) and not files.status(root).is_directory:
+        raise UsageError(f"{root}: this is a file; choose a directory", path=root)
     if files.exists(root) and files.list(root) and not files.exists(f"{root}/wal"):
         foreign = [n for n in files.list(root) if n not in (*store_format.DIRECTORIES, "logs")]
         if foreign:
@@ -48,13 +51,33 @@ def create(files: FileSystem, root: str) -> bool:
                 "directory",
                 path=root,
             )
-    store_id = new_id()
     store_format.create_directories(files, root)
-    record = new_record("init", store_id=store_id, version=store_format.FORMAT_VERSION)
-    log.create_segment(START, records.pack(record))
+    locks = Locks(files, root)
+    try:
+        with locks.wal():
+            return _create_alone(files, root, log)
+    finally:
+        locks.close()
+
+
+def _create_alone(files: FileSystem, root: str, log: Log) -> bool:
+    """Make the log and, last, FORMAT, unless another process was first; the log's lock is held."""
+    if files.exists(store_format.format_path(root)):
+        return False
+    store_id = _begun_store_id(log)
+    if store_id is None:
+        store_id = new_id()
+        record = new_record("init", store_id=store_id, version=store_format.FORMAT_VERSION)
+        log.create_segment(START, records.pack(record))
     reserve.ensure(files, root)
     store_format.write_format(files, root, store_id)
     return True
+
+
+def _begun_store_id(log: Log) -> str | None:
+    """The id in the log that an interrupted creation left; None when it left none."""
+    found = log.scan(1).frames if log.sequences() else []
+    return str(records.unpack(found[0].payload)["store_id"]) if found else None
 
 
 def _has_history(log: Log) -> bool:
@@ -97,6 +120,7 @@ def open_index(store: Store, report: RecoveryReport) -> Index:
             report.rebuilt.clear()  # a new store never had an index
         try:
             catch_up(store.log, index, report, whole=True)
+            _check_store_id(store, index)
         except BaseException:
             index.close()
             raise
@@ -104,6 +128,17 @@ def open_index(store: Store, report: RecoveryReport) -> Index:
             locks.settle_index()
     _describe(store, index, report)
     return index
+
+
+def _check_store_id(store: Store, index: Index) -> None:
+    logged = index.read(lambda tables: tables.get("meta", "store_id"))
+    if logged != store.format.store_id:
+        path = store_format.format_path(store.root)
+        raise FormatError(
+            f"{path}: it names store {store.format.store_id}, but the log beside it is of store "
+            f"{logged}; put the right file back, or run `shardb repair`",
+            path=path,
+        )
 
 
 def _make_missing_directories(files: FileSystem, root: str, report: RecoveryReport) -> None:

@@ -63,6 +63,8 @@ def catch_up(log: Log, index: Index, report: RecoveryReport, *, whole: bool) -> 
     if scan.torn is not None:
         _cut_torn_tail(log, scan, applied, sequence, report)
     new = [frame for frame in scan.frames if frame.lsn > applied.lsn]
+    if sequence > applied.sequence:
+        log.sync_directory()  # whoever began this segment may have died before that
     if any(_has_effect(frame) for frame in new):
         behind = start if whole else applied
         log.harden(_before(new[0], behind, sequence), end)
@@ -81,6 +83,12 @@ def _scan_end(log: Log, applied: Position, *, whole: bool) -> tuple[Scan, Positi
         )
     last = sequences[-1]
     path = log.path(last)
+    if log.is_closed(last):
+        raise LogTruncatedError(
+            f"{path}: this log segment was closed, and the one behind it is missing. Put it back "
+            "from a copy, or run `shardb repair`",
+            path=log.path(last + 1),
+        )
     if last == applied.sequence and log.size_bytes(last) < applied.offset:
         raise LogTruncatedError(
             f"{path}: {log.size_bytes(last)} bytes, but the index has applied record "
@@ -92,13 +100,31 @@ def _scan_end(log: Log, applied: Position, *, whole: bool) -> tuple[Scan, Positi
     scan = log.scan(last, after=applied if start is applied and applied.lsn else None)
     if whole and applied.lsn and last == applied.sequence:
         _check_witness(scan, applied)
-    if last > applied.sequence and (not scan.frames or scan.frames[-1].lsn < applied.lsn):
-        raise LogTruncatedError(
-            f"{path}: this segment ends before record {applied.lsn}, which the index has applied. "
-            "Put the right segment back, or run `shardb repair`",
-            path=path,
-        )
+    if start is START:
+        _check_beginning(scan, applied, last)
     return scan, start
+
+
+def _check_beginning(scan: Scan, applied: Position, sequence: int) -> None:
+    """A segment appears with its first record or not at all; that one is a full state."""
+    first = scan.frames[0] if scan.frames else None
+    if first is None or records.unpack(first.payload)["kind"] != _first_kind(sequence):
+        raise LogTruncatedError(
+            f"{scan.path}: this log segment does not begin with the record it was made with: it "
+            "was cut or replaced. Put it back from a copy, or run `shardb repair`",
+            path=scan.path,
+        )
+    if sequence > applied.sequence and first.lsn <= applied.lsn:
+        raise LogTruncatedError(
+            f"{scan.path}: this segment begins with record {first.lsn}, but the index has applied "
+            f"record {applied.lsn} of an earlier one: they are not of one history. Put the right "
+            "segments back, or run `shardb repair`",
+            path=scan.path,
+        )
+
+
+def _first_kind(sequence: int) -> str:
+    return "init" if sequence == 1 else "checkpoint"
 
 
 def _check_witness(scan: Scan, applied: Position) -> None:
