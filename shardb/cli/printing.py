@@ -18,6 +18,11 @@ def print_json(value: Any) -> None:
     print(json.dumps(plain(value), indent=2, allow_nan=False), flush=True)
 
 
+def compact_json(value: Any) -> str:
+    """A value on one line, as JSON; a text as it is."""
+    return value if isinstance(value, str) else json.dumps(plain(value), allow_nan=False)
+
+
 def plain(value: Any) -> Any:
     """A value as JSON can hold it."""
     if isinstance(value, float):

@@ -49,6 +49,8 @@ def recover(
     for writer in writers:
         why = f"{owner_text(writer)} writes to branch {writer['branch']!r}; nothing was changed"
         report["warnings"].append({"what": "live writer", "path": root, "why": why})
+    if any(warning["what"] == "closed log segment" for warning in report["warnings"]):
+        report["needs"] = report["needs"] or f"shardb fsck {root}"
     if json:
         print_json(report)
     else:

@@ -8,7 +8,14 @@ import typer
 
 import shardb
 from shardb.cli.places import JsonOption, NetworkOption, StoreArgument, split_store
-from shardb.cli.printing import in_bytes, in_local_time, number, print_json, print_table
+from shardb.cli.printing import (
+    compact_json,
+    in_bytes,
+    in_local_time,
+    number,
+    print_json,
+    print_table,
+)
 from shardb.records import Commit
 from shardb.store import Store
 
@@ -134,9 +141,9 @@ def _print_text(found: dict[str, Any]) -> None:
     if found["snapshots"]:
         print(f"snapshots  {', '.join(found['snapshots'])}")
     for title in ("metrics", "state"):
-        for name, value in found[title].items():
-            shown = number(value, ".6g") or str(value)
-            print(f"{title:<9}  {name} = {shown}")
+        for position, (name, value) in enumerate(found[title].items()):
+            shown = number(value, ".6g") or compact_json(value)
+            print(f"{'' if position else title:<9}  {name} = {shown}")
     shards = found["shards"]
     total_bytes = sum(shard["bytes"] for shard in shards.values())
     print(f"shards     {len(shards)}, {in_bytes(total_bytes)} together")

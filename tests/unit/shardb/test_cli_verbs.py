@@ -207,6 +207,17 @@ def test_does_recover_say_what_a_refused_store_needs(ask: Ask, store: Path) -> N
     assert tree(store / "wal") == before
 
 
+def test_does_recover_send_damaged_history_to_fsck(ask: Ask, tmp_path: Path) -> None:
+    root = tmp_path / "long"
+    fill_store(root, range(12), segment_bytes=3000)
+    assert ask("recover", root, "--json").json["needs"] is None
+    closed = min((root / "wal").iterdir())
+    flip_bit(closed, closed.stat().st_size // 2)
+    answer = ask("recover", root, "--json")
+    assert (answer.code, answer.json["needs"]) == (0, f"shardb fsck {root}")
+    assert answer.json["opened"]["main"]["step"] == 11
+
+
 def test_does_recover_rebuild_the_index(ask: Ask, store: Path) -> None:
     (store / "index/data.mdb").unlink()
     told = ask("recover", store, "--json").json
