@@ -225,3 +225,58 @@ def test_is_an_index_that_is_gone_no_hindrance(run: Path) -> None:
     collect_garbage(str(run))
     assert not litter_path.exists()
     assert kinds(fsck(run)) == []
+
+
+# Interrupted
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+class Mortal(RealFileSystem):
+    """A file system whose process is killed before the n-th change."""
+
+    def __init__(self, dies_at: int) -> None:
+        self.changes = 0
+        self.dies_at = dies_at
+
+    def count(self) -> None:
+        self.changes += 1
+        if self.changes == self.dies_at:
+            raise Killed
+
+    def unlink(self, path: str) -> None:
+        self.count()
+        super().unlink(path)
+
+    def rename(self, source: str, target: str) -> None:
+        self.count()
+        super().rename(source, target)
+
+    def allocate(self, file: int, length: int, *, keep_size: bool) -> None:
+        self.count()
+        super().allocate(file, length, keep_size=keep_size)
+
+    def database_committed(self, path: str) -> None:
+        self.count()
+
+
+def test_does_an_interrupt_anywhere_leave_the_store_whole(run: Path, tmp_path: Path) -> None:
+    with shardb.open(run) as store:
+        rewind(store, "main", "step-5")
+    litter(run)
+    points = 0
+    while True:
+        points += 1
+        copy = copy_store(run, tmp_path / f"copy-{points}")
+        try:
+            collect_garbage(str(copy), files=Mortal(points))
+        except Killed:
+            assert not fsck(copy).has_errors, f"killed at change {points}"
+            collect_garbage(str(copy))
+            assert fsck(copy).findings == [], f"killed at change {points}"
+            shutil.rmtree(copy)
+        else:
+            break
+    assert points > 15
