@@ -62,6 +62,8 @@ def receive_commit(
 ) -> Commit:
     """Make an incoming commit the head of a branch; nothing to do when the branch has it already.
 
+    Returns the commit as the target has it: its parent is the head that was there.
+
     Raises ConflictError when the branch has steps that the commit does not come from, or is not at
     `expected_head` (a commit id, or None for no branch); BranchLockedError beside a writer;
     ObjectCorruptError, StorageFullError, StorageFailedError as a commit does.
@@ -71,8 +73,8 @@ def receive_commit(
     with target.receiving(branch) as fresh:
         head = target.branches().get(branch)
         _check_expected(target, branch, head, expected_head)
-        if head is not None and _has_already(target, branch, head, commit):
-            return commit
+        if head is not None and (there := _already_there(target, branch, head, commit)):
+            return there
         between = _between(target, branch, head, incoming)
         if head is None and _is_on_a_branch(target, commit):
             return branching.create_branch(target, branch, commit.id)
@@ -81,7 +83,7 @@ def receive_commit(
         _bring_and_append(
             target, intake, record, lambda tables: _check_branch(tables, record), fresh=fresh
         )
-    return commit
+    return Commit.from_record(record)
 
 
 def receive_snapshot(
@@ -181,17 +183,18 @@ def _check_expected(
         )
 
 
-def _has_already(target: Store, branch: str, head: Commit, commit: Commit) -> bool:
-    """Whether a branch is at the commit, or beyond it with the commit still there.
+def _already_there(target: Store, branch: str, head: Commit, commit: Commit) -> Commit | None:
+    """The commit, if the branch is at it, or beyond it and it is still there.
 
-    Raises ConflictError when it is beyond a commit whose objects are gone.
+    Raises ConflictError when the branch is beyond a commit whose objects are gone.
     """
     if head.id == commit.id:
-        return True
+        return head
     if commit.step >= head.step or not lineage(target, head.id, [commit.id]).reached:
-        return False
-    if any(live.id == commit.id for live in target.commits()):
-        return True
+        return None
+    for live in target.commits():
+        if live.id == commit.id:
+            return live
     raise ConflictError(
         f"{target.root}: branch {branch!r} is beyond step {commit.step} already, at step "
         f"{head.step}; nothing was changed. Copy it beside with `--branch other`, or as a snapshot"

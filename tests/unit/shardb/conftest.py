@@ -34,3 +34,9 @@ def store(root: Path, medium: Medium) -> Iterator[shardb.Store]:
     """An empty, open store, on either medium."""
     with shardb.open(root, create=True, files=medium) as opened:
         yield opened
+
+
+@pytest.fixture
+def quick_path(root: Path) -> Path:
+    """A directory for the stores of a test that has several; in memory if possible."""
+    return root.parent
