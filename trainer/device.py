@@ -10,7 +10,9 @@ aligned: matrix kernels may round differently on other alignments, and then two 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,11 +26,20 @@ from trainer.errors import InputError
 ALIGNMENT_BYTES = 64
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sent:
+    """Copies of a shard's tensors on a device, good once `copied` has happened."""
+
+    tensors: Mapping[str, Tensor]
+    copied: torch.cuda.Event
+
+
 class Device:
     """One device for compute; host memory for everything else."""
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
+        self._sent: weakref.WeakKeyDictionary[TensorImage, _Sent] = weakref.WeakKeyDictionary()
 
     @classmethod
     def from_name(cls, name: str) -> Device:
@@ -57,7 +68,58 @@ class Device:
 
         They must not be written to: they may be the store's own memory.
         """
+        sent = self._sent.pop(view, None)
+        if sent is not None:
+            return self._take_sent(sent, dtype)
         return {name: self._bring(t, dtype) for name, t in torch_adaptor.tensors(view).items()}
+
+    def open_ahead(self, prefetch: str) -> Callable[[TensorImage], None] | None:
+        """Give what copies a shard ahead of its use: None for `cpu`, where reading it is enough.
+
+        `gpu` copies to this device, `secondary-gpu` to the CUDA device after it. InputError when
+        there is no such device.
+        """
+        if prefetch == "cpu":
+            return None
+        target = self._target_of(prefetch)
+        stream = torch.cuda.Stream(target)  # type: ignore[no-untyped-call]
+
+        def send(view: TensorImage) -> None:
+            with torch.cuda.device(target), torch.cuda.stream(stream):
+                tensors = {
+                    name: tensor.to(target, non_blocking=True)
+                    for name, tensor in torch_adaptor.tensors(view).items()
+                }
+                copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                copied.record(stream)
+            self._sent[view] = _Sent(tensors=tensors, copied=copied)
+
+        return send
+
+    def _target_of(self, prefetch: str) -> torch.device:
+        if self.is_host:
+            raise InputError(
+                f"--prefetch-shards {prefetch}: the run computes on the CPU: choose cpu or off, or"
+                " a CUDA device with --device"
+            )
+        if prefetch == "gpu":
+            return self.torch_device
+        count = torch.cuda.device_count()
+        if count < 2:
+            raise InputError(
+                "--prefetch-shards secondary-gpu: there is one CUDA device here: choose gpu or cpu"
+            )
+        return torch.device("cuda", ((self.torch_device.index or 0) + 1) % count)
+
+    def _take_sent(self, sent: _Sent, dtype: torch.dtype | None) -> dict[str, Tensor]:
+        """Move what was sent ahead to this device, in `dtype`, once its copying is done."""
+        torch.cuda.current_stream(self.torch_device).wait_event(sent.copied)
+        found = {}
+        for name, tensor in sent.tensors.items():
+            # The allocator must not give the memory away while a stream of this thread reads it.
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            found[name] = self._move(tensor).to(dtype or tensor.dtype)
+        return found
 
     def tokens(self, ids: NDArray[np.integer]) -> Tensor:
         """Give token ids as int64 on the device."""

@@ -20,6 +20,7 @@ from trainer.model.config import ModelConfig
 from trainer.model.initialise import fill_initial
 from trainer.model.stages import LmHead, build_stages, build_trunk
 from trainer.options import EngineOptions
+from trainer.prefetch import prefetch_of
 from trainer.residency import ShardReader
 from trainer.step import ShardTransaction, StepModel, StepResult, TrainStep
 from trainer.timing import StepClock
@@ -100,5 +101,5 @@ class Engine:
             head=self._model.head,
             compute=self._model.compute(StepClock()),
             chunk_tokens=self.options.lm_head_chunk_tokens,
-            read_ahead=self.options.prefetch == "cpu",
+            prefetch=prefetch_of(self.options, self.device),
         )

@@ -17,6 +17,7 @@ from trainer.errors import InputError
 from trainer.forward import bring_in, pass_through
 from trainer.head import head_loss_sum
 from trainer.model.stages import Stage
+from trainer.prefetch import Prefetch
 from trainer.residency import ShardReader, ShardWindow
 from trainer.tape import Compute
 from trainer.tokens import Tokens
@@ -42,7 +43,7 @@ class Evaluator:
     head: Stage
     compute: Compute
     chunk_tokens: int
-    read_ahead: bool
+    prefetch: Prefetch
 
     def evaluate(self, reader: ShardReader, batches: Iterable[Tokens]) -> EvalResult:
         """Give the mean loss; InputError when there is no valid token at all."""
@@ -78,7 +79,7 @@ class Evaluator:
 
     def _window(self, reader: ShardReader) -> ShardWindow:
         order = [f"params/{stage.name}" for stage in (*self.trunk, self.head)]
-        return ShardWindow(reader, order, read_ahead=self.read_ahead, clock=self.compute.clock)
+        return ShardWindow(reader, order, prefetch=self.prefetch, clock=self.compute.clock)
 
 
 def _groups(batches: Iterable[Tokens]) -> Iterator[list[Tokens]]:

@@ -17,7 +17,7 @@ _CHOICES = {
     "dtype": ("fp32", "bf16"),
     "grad_clip_mode": ("global", "shard", "none"),
     "weight_decay_scope": ("all", "matrices"),
-    "prefetch": ("off", "cpu"),
+    "prefetch": ("off", "cpu", "gpu", "secondary-gpu"),
     "activations": ("recompute", "keep"),
 }
 _TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -31,7 +31,9 @@ class EngineOptions:
     grad_clip_mode: `global` (one norm over the model, exact), `shard` (one each), `none`.
     lm_head_chunk_tokens: tokens whose logits exist at once.
     weight_decay_scope: `all` parameters, or `matrices` only (norms and biases are spared).
-    prefetch: `cpu` reads the next shard in a thread while one computes.
+    prefetch: `cpu` reads the next `prefetch_window` shards in a thread while one computes; `gpu`
+        and `secondary-gpu` also copy parameters there ahead.
+    timing_sync_cuda: wait for the device around every timing.
     activations: `recompute` keeps each stage's inputs and computes the stage twice; `keep` holds
         everything between forward and backward, as resident training does, and not the parameters.
 
@@ -49,6 +51,9 @@ class EngineOptions:
     weight_decay: float = 0.1
     weight_decay_scope: str = "all"
     prefetch: str = "off"
+    prefetch_window: int = 1
+    prefetch_optimizer_shards: bool = True
+    timing_sync_cuda: bool = False
     activations: str = "recompute"
 
     def __post_init__(self) -> None:
@@ -63,8 +68,9 @@ class EngineOptions:
             _require(math.isfinite(value) and value > 0, name, value, "give more than 0")
         decay = self.weight_decay
         _require(math.isfinite(decay) and decay >= 0, "weight_decay", decay, "give 0 or more")
-        chunk = self.lm_head_chunk_tokens
-        _require(chunk >= 1, "lm_head_chunk_tokens", chunk, "give 1 or more")
+        for name in ("lm_head_chunk_tokens", "prefetch_window"):
+            value = getattr(self, name)
+            _require(value >= 1, name, value, "give 1 or more")
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -31,6 +31,7 @@ from trainer.head import HeadGradients, head_backward
 from trainer.model.stages import Stage
 from trainer.optimizers.adamw import AdamW, ShardUpdate
 from trainer.options import EngineOptions
+from trainer.prefetch import prefetch_of
 from trainer.residency import ShardReader, ShardWindow
 from trainer.tape import Compute, Tape
 from trainer.timing import StepClock
@@ -90,7 +91,7 @@ class TrainStep:
         self._txn = txn
         self._step = step
         self._learning_rate = learning_rate
-        self._clock = StepClock()
+        self._clock = StepClock(model.device.wait if model.options.timing_sync_cuda else None)
         self._compute = model.compute(self._clock)
         self._loss = 0.0
         self._norms: dict[str, Tensor] = {}
@@ -98,7 +99,7 @@ class TrainStep:
         self._window = ShardWindow(
             txn,
             _shard_order(model),
-            read_ahead=model.options.prefetch == "cpu",
+            prefetch=prefetch_of(model.options, model.device),
             clock=self._clock,
         )
 
