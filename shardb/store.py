@@ -317,7 +317,8 @@ def open(  # noqa: A001 - the field's word, used as shardb.open
     """Open a store, recovering it if needed; `store.recovery` says what was found.
 
     `create` makes the store when there is none. `verify` checks each object's digest at its first
-    read. `cache_bytes` bounds the images kept in memory. Raises NotFoundError, FormatError,
+    read. `cache_bytes` bounds the images kept in memory. With `writer_threads` 0 a sealed shard is
+    written before `seal` returns. Raises NotFoundError, FormatError,
     LogDamagedError, LogTruncatedError, StorageFullError or StorageFailedError.
     """
     files = files or RealFileSystem()

@@ -2,26 +2,44 @@
 
 Owns the writer threads of one store. A sealed image is written to a staged file while the caller
 goes on; `submit` blocks when `max_pending` images wait, so that the queue cannot grow without
-bound. The first failure is kept and raised by the next call.
+bound. The first failure is kept and raised by the next call. Without threads nothing is in the
+background: `submit` returns when the image is written.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+class CallerExecutor(Executor):
+    """Does the work at once, in the thread that asks for it."""
+
+    def submit(self, work: Callable[..., T], /, *args: Any, **named: Any) -> Future[T]:
+        """Give a future that is done."""
+        future: Future[T] = Future()
+        try:
+            future.set_result(work(*args, **named))
+        except Exception as error:  # noqa: BLE001 - raised where the result is asked for
+            future.set_exception(error)
+        return future
 
 
 class BackgroundWriter:
     """A few threads and a limit on what waits for them."""
 
     def __init__(self, *, threads: int, max_pending: int) -> None:
-        assert threads > 0
+        assert threads >= 0
         assert max_pending > 0
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shardb-writer")
+        self._pool: Executor = (
+            ThreadPoolExecutor(threads, thread_name_prefix="shardb-writer")
+            if threads
+            else CallerExecutor()
+        )
         self._slots = threading.BoundedSemaphore(max_pending)
         self._pending = 0
         self._lock = threading.Lock()

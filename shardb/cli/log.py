@@ -24,6 +24,7 @@ from shardb.format import read_format
 from shardb.history import LogEntry, LogFault, quiet_log, read_log, read_newest
 from shardb.log import Log
 from shardb.records import Commit, Record
+from shardb.transfer_lineage import PastStep
 
 
 @dataclass(kw_only=True)
@@ -61,8 +62,9 @@ def log(
 ) -> int:
     """Tell every step that was committed, the newest last: loss, learning rate, tokens, bytes.
 
-    The log is the store's audit trail: it also holds steps whose weights were given back long ago.
-    Snapshots, changes of the recipe and rewinds are noted at the commit they belong to.
+    The log is the store's audit trail: it also holds steps whose weights were given back long ago,
+    and those that a published commit brought along. Snapshots, changes of the recipe and rewinds
+    are noted at the commit they belong to.
 
     \b
     Examples:
@@ -151,6 +153,8 @@ class _Telling:
             self._note_last(f"retention {record['policy']}")
 
     def _add(self, record: Record) -> None:
+        for entry in record.get("rolled_up") or []:
+            self._add_past(PastStep.from_record(entry))
         commit = Commit.from_record(record)
         self.seen.add(commit.id)
         changes = commit.metrics.get("recipe_changes")
@@ -165,6 +169,24 @@ class _Telling:
                 bytes=sum(written.values()),
                 metrics=dict(commit.metrics),
                 notes=list(_change_notes(changes)),
+            )
+        )
+
+    def _add_past(self, step: PastStep) -> None:
+        """Tell a step that a copied commit brought along; its weights never were in this store."""
+        if step.commit in self.seen:
+            return
+        self.seen.add(step.commit)
+        self.rows.append(
+            Row(
+                commit=step.commit,
+                step=step.step,
+                time=step.time,
+                branch=step.branch,
+                parent=step.parent,
+                bytes=step.bytes,
+                metrics=dict(step.metrics),
+                notes=list(_change_notes(step.metrics.get("recipe_changes"))),
             )
         )
 
