@@ -17,7 +17,7 @@ from trainer.errors import NonFiniteError
 
 def tensor_norms(shard: str, gradients: Mapping[str, Tensor]) -> Tensor:
     """Give each tensor's 2-norm, fp32 [tensors]; NonFiniteError names the first that has none."""
-    norms = torch.stack([torch.linalg.vector_norm(g, 2.0) for g in gradients.values()])
+    norms = torch.stack(list(torch._foreach_norm(list(gradients.values()), 2.0)))
     if not bool(torch.isfinite(norms).all()):
         raise _non_finite(shard, gradients, norms)
     return norms

@@ -144,7 +144,8 @@ class StaleBuffer(Comparison):
 
     def transaction(self, step: int) -> MemoryTransaction:
         current = self.store.shards["params/block_001"]
-        stale, self.previous = self.previous, current
+        stale = self.previous
+        self.previous = ShardView(current.name, current.layout, current.image.copy(), None)
         if step == 9:
             assert stale is not None
             return StaleTransaction(self.store, stale)

@@ -18,9 +18,11 @@ from trainer.model.config import ModelConfig
 class MemoryTraining:
     """Initialised at step 0; `step` trains and commits."""
 
-    def __init__(self, config: ModelConfig, options: EngineOptions, seed: int = 7) -> None:
+    def __init__(
+        self, config: ModelConfig, options: EngineOptions, seed: int = 7, *, poison: bool = True
+    ) -> None:
         self.engine = Engine(config, options, Device.from_name("cpu"))
-        self.store = MemoryStore()
+        self.store = MemoryStore(poison=poison)
         self.steps_done = 0
         txn = self.store.begin()
         self.engine.initialise(txn, seed)

@@ -78,8 +78,8 @@ def arms_of(
     resident = ResidentTrainer(config, options, SEED)
     checkpointed = CheckpointedTrainer(config, options, SEED)
     in_memory = {
-        "keep": MemoryTraining(config, keep),
-        "recompute": MemoryTraining(config, options),
+        "keep": MemoryTraining(config, keep, poison=False),
+        "recompute": MemoryTraining(config, options, poison=False),
     }
     in_store = {
         "keep": StoreTraining(folder / "keep", config, keep),
