@@ -39,6 +39,9 @@ class Pool(Protocol):
     def put_back(self, buffer: PooledBuffer) -> None:
         """Take a buffer back that may be idle now. Takes no lock: see above."""
 
+    def close(self) -> None:
+        """Let go of what waits for its next use."""
+
 
 class PooledBuffer:
     """One stable piece of host memory; with `path` and `inode` of its file when it maps one."""
@@ -119,7 +122,7 @@ class BufferPool:
     def free_bytes(self) -> int:
         """Bytes that wait for their next use."""
         with self._lock:
-            self._collect()
+            self._settle()
             return self._free_bytes
 
     def take(self, length: int, branch: str) -> PooledBuffer:
@@ -127,7 +130,7 @@ class BufferPool:
         del branch  # memory belongs to nobody
         size = padded(length, HUGE_PAGE_BYTES if length >= HUGE_PAGE_BYTES else PAGE_BYTES)
         with self._lock:
-            self._collect()
+            self._settle()
             waiting = self._free.get(size)
             if waiting:
                 self._free_bytes -= size
@@ -137,7 +140,13 @@ class BufferPool:
     def put_back(self, buffer: PooledBuffer) -> None:
         self._returned.append(buffer)
 
-    def _collect(self) -> None:
+    def close(self) -> None:
+        with self._lock:
+            self._settle()
+            self._free.clear()
+            self._free_bytes = 0
+
+    def _settle(self) -> None:
         while self._returned:
             buffer = self._returned.popleft()
             fits = self._free_bytes + buffer.size_bytes <= self._limit_bytes

@@ -67,6 +67,14 @@ class ImageCache:
             self._bytes -= found[1].size_bytes
             return found[1]
 
+    def clear(self) -> None:
+        """Let go of every image; a mapped one stays the object that it is."""
+        with self._lock:
+            for _, buffer in self._images.values():
+                buffer.disown()
+            self._images.clear()
+            self._bytes = 0
+
     def _evict(self) -> list[PooledBuffer]:
         evicted: list[PooledBuffer] = []
         while self._bytes > self._limit_bytes and self._images:

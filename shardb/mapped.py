@@ -61,6 +61,11 @@ class MappedPool:
                     continue  # gone, or cannot be renamed: the next writer reclaims it
                 self._free.setdefault(buffer.size_bytes, []).append(buffer)
 
+    def close(self) -> None:
+        self.collect()
+        with self._lock:
+            self._free.clear()
+
     def _waiting(self, length: int) -> PooledBuffer | None:
         self.collect()
         with self._lock:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,6 +65,7 @@ class Store:
         self.format = store_format.read_format(files, root)
         opening.check_medium(files, root, self.recovery, allow_network=allow_network)
         self._transactions: dict[str, Transaction] = {}
+        self._beginning = threading.Lock()
         self._receiving: set[str] = set()
         self.log = Log(files, f"{root}/wal")
         self.locks = Locks(files, root)
@@ -164,6 +166,10 @@ class Store:
         self.index.check_open()
         self.appender.check_usable()
         check_name(branch, "branch")
+        with self._beginning:  # no two threads may find the branch free
+            return self._begin(branch)
+
+    def _begin(self, branch: str) -> Transaction:
         self._check_free(branch)
         fresh = not self.locks.holds_branch(branch)
         with self.appender.errors("beginning a transaction"):
@@ -190,9 +196,10 @@ class Store:
         """
         self.index.check_open()
         self.appender.check_usable()
-        self._check_free(branch)
-        fresh = not self.locks.holds_branch(branch)
-        self._receiving.add(branch)
+        with self._beginning:
+            self._check_free(branch)
+            fresh = not self.locks.holds_branch(branch)
+            self._receiving.add(branch)
         try:
             with self.appender.errors(f"locking branch {branch!r}"):
                 self.locks.take_branch(branch)
@@ -269,6 +276,8 @@ class Store:
             transaction.abort()
         self.leases.release_all()
         self.writer.close()
+        self.cache.clear()
+        self.buffers.close()
         self.index.close()
         self.locks.close()
 
