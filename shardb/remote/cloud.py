@@ -173,10 +173,7 @@ class CloudBucket:
                 f"could lose each other's commits ({_first_line(text)})"
             )
         if _NO_CREDENTIALS.search(text):
-            return UsageError(
-                f"{self._url}: no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
-                "AWS_PROFILE for a profile of ~/.aws/credentials"
-            )
+            return _no_credentials(self._url)
         if kind in ("PermissionDeniedError", "UnauthenticatedError") or _REFUSED.search(text):
             return UsageError(f"{where}: access was refused: {_first_line(text)}")
         if kind == "UnknownConfigurationKeyError":
@@ -207,8 +204,17 @@ def open_cloud(url: str) -> CloudBucket:
     try:
         store = from_url(url, client_options=options, retry_config=RETRIES, **settings)
     except Exception as error:
-        raise UsageError(f"{url}: {_first_line(str(error))}") from error
+        text = str(error)
+        wrong = UsageError(f"{url}: {_first_line(text)}")
+        raise (_no_credentials(url) if _NO_CREDENTIALS.search(text) else wrong) from error
     return CloudBucket(url, store)
+
+
+def _no_credentials(url: str) -> UsageError:
+    return UsageError(
+        f"{url}: no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE "
+        "for a profile of ~/.aws/credentials"
+    )
 
 
 def _first_line(text: str) -> str:
