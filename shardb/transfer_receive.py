@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardb import branching, refs
-from shardb.errors import ConflictError, LogDamagedError, SnapshotExistsError
+from shardb.errors import ConflictError, LogDamagedError, SnapshotExistsError, StorageFullError
 from shardb.layout import check_name
 from shardb.publishing import place_objects
 from shardb.records import Commit, Record, new_record
@@ -130,8 +130,13 @@ def _bring_and_append(
                 if intake.missing():
                     continue
                 target.index.read(check)
-                place_objects(target, commit, intake.staged)
-                target.appender.append(end, record, commit_id=commit.id)
+                placed = place_objects(target, commit, intake.staged)
+                try:
+                    target.appender.append(end, record, commit_id=commit.id)
+                except StorageFullError:
+                    # Certainly not there: a full disk needs the space of what was placed.
+                    target.objects.retire(placed)
+                    raise
                 return
         raise ConflictError(
             f"{target.root}: objects of step {commit.step} were retired as often as they were "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from typing import Protocol
 
 import xxhash
@@ -92,12 +93,13 @@ class StoreSource:
         cached = store.cache.get(entry.digest)
         if cached is not None:
             yield from chunks_of(cached[1].data)
-        elif not store.files.exists(path):
-            # Raises what is wrong, unless the store keeps this object in another form.
-            yield from chunks_of(store.objects.open(entry.digest, entry.bytes)[1].data)
-        else:
-            with storage_errors(store.files, store.root, f"reading {path}"):
+            return
+        with storage_errors(store.files, store.root, f"reading {path}"):
+            with suppress(FileNotFoundError):
                 yield from read_chunks(store.files, path, entry.bytes, self._buffers)
+                return
+        # The store keeps this object in another form, or this raises what is wrong.
+        yield from chunks_of(store.objects.open(entry.digest, entry.bytes)[1].data)
 
 
 def read_chunks(
