@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,11 +12,15 @@ import pytest
 import shardb
 from tests.support.stores import MEDIA, Medium
 
+MEMORY = Path("/dev/shm")
+
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """Where the store of a test goes."""
-    return tmp_path / "run"
+def root() -> Iterator[Path]:
+    """Where the store of a test goes: in memory if possible, because every commit syncs."""
+    place = MEMORY if os.access(MEMORY, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="shardb-test-", dir=place) as folder:
+        yield Path(folder) / "run"
 
 
 @pytest.fixture(params=MEDIA)
@@ -28,3 +34,9 @@ def store(root: Path, medium: Medium) -> Iterator[shardb.Store]:
     """An empty, open store, on either medium."""
     with shardb.open(root, create=True, files=medium) as opened:
         yield opened
+
+
+@pytest.fixture
+def quick_path(root: Path) -> Path:
+    """A directory for the stores of a test that has several; in memory if possible."""
+    return root.parent
