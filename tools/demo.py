@@ -158,7 +158,7 @@ def _generate(folder: Folder, plan: Plan) -> None:
     _run(
         *("train-generate", "--store", str(folder.run), "--ref", f"step-{plan.steps}"),
         *("--prompt", size.prompt, "--max-new-tokens", str(size.sample_tokens), "--seed", SEED),
-        *("--temperature", "0.7", "--top-k", "40"),
+        *("--temperature", "0.6", "--top-k", "20"),
     )
 
 

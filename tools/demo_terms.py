@@ -154,10 +154,10 @@ class Folder:
 
 
 def planned(plan: Plan, seconds_a_step: float) -> Plan:
-    """Choose how many steps fit the time: a multiple of 20, at least 60, at most 2,000."""
+    """Choose how many steps fit the time: a multiple of 40, at least 80, at most 2,000."""
     steps = plan.size.steps
     if steps is None:
         fitting = int(plan.size.training_seconds / seconds_a_step)
-        steps = max(60, min(2000, fitting // 20 * 20))
+        steps = max(80, min(2000, fitting // 40 * 40))
     # Not on a round number, where a validation makes the step a long one.
     return replace(plan, steps=steps, kill_step=steps // 2 + 3)

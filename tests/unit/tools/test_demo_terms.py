@@ -19,7 +19,7 @@ def test_does_a_second_demo_go_on_with_the_first(tmp_path: Path) -> None:
     folder(tmp_path).write_plan(planned(first, 0.5))
     second, known = folder(tmp_path).open("plays", quick=False)
     assert known
-    assert (second.steps, second.kill_step) == (340, 173)
+    assert (second.steps, second.kill_step) == (320, 163)
 
 
 def test_is_a_folder_of_somebody_else_left_alone(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_is_a_broken_marker_told(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds_a_step", "steps"), [(0.001, 2000), (0.5, 340), (1.0, 160), (60.0, 60)]
+    ("seconds_a_step", "steps"), [(0.001, 2000), (0.5, 320), (1.0, 160), (60.0, 80)]
 )
 def test_do_the_steps_fit_the_time(seconds_a_step: float, steps: int) -> None:
     plan = planned(Plan(text="plays", quick=False), seconds_a_step)
