@@ -12,6 +12,7 @@ from tests.tidy.wording import (
     broken_links,
     console_scripts,
     foreign_words,
+    missing_files,
     undocumented_commands,
 )
 
@@ -38,6 +39,15 @@ def test_is_a_broken_link_caught() -> None:
     assert broken_links("docs/a.md", "see [b](no-such-file.md#part)") != []
     assert broken_links("docs/a.md", "![b](no-such-picture.png)") != []
     assert broken_links("docs/a.md", "see [b](../README.md#part) and [c](#part)") == []
+
+
+def test_do_the_documents_name_files_that_exist() -> None:
+    assert [finding for path, text in text_files() for finding in missing_files(path, text)] == []
+
+
+def test_is_a_missing_file_caught() -> None:
+    assert missing_files("docs/a.md", "see `shardb/no_such_module.py`") != []
+    assert missing_files("docs/a.md", "see `shardb/filesystem.py` and `tests/tidy`") == []
 
 
 def test_is_every_command_documented(repository: Path) -> None:

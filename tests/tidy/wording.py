@@ -22,6 +22,7 @@ FOREIGN_WORDS = (
     ".." + "/shared",
     "sand" + "box",
 )
+NAMED_FILE = re.compile(r"`((?:shardb|trainer|export|serve|tools|tests)/[\w./]*)`")
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)|!\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -47,6 +48,17 @@ def broken_links(path: str, text: str) -> list[str]:
         if not is_outside and not (folder / target).exists():
             found.append(f"{path}: link to {target}, which does not exist")
     return found
+
+
+def missing_files(path: str, text: str) -> list[str]:
+    """Refuse a document that names a source file or folder that is not there."""
+    if not path.endswith(".md") or path == "CHANGELOG.md":
+        return []
+    return [
+        f"{path}: names {name}, which does not exist"
+        for name in NAMED_FILE.findall(text)
+        if not (REPOSITORY / name).exists()
+    ]
 
 
 def console_scripts(pyproject_text: str) -> list[str]:
