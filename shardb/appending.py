@@ -16,7 +16,8 @@ from shardb.index import put_applied_position
 from shardb.log import SEGMENT_LIMIT_BYTES, NoSpaceInLogError, Position
 from shardb.records import Record, new_record
 from shardb.recovery import catch_up
-from shardb.state import Retired, Tables
+from shardb.references import Retired
+from shardb.state import Tables
 from shardb.storage_errors import FULL, storage_error, storage_errors
 
 if TYPE_CHECKING:
@@ -91,9 +92,9 @@ class Appender:
         """After the commit point nothing may fail any more: a broken index is caught up later."""
 
         def body(tables: Tables) -> list[Retired]:
-            state.apply(tables, record)
+            retired = state.apply(tables, record)
             put_applied_position(tables, end)
-            return state.sweep(tables, self._store.leases.leased_commits())
+            return retired + state.sweep(tables, self._store.leases.leased_commits())
 
         try:
             for item in self._store.index.write(body):
@@ -121,6 +122,8 @@ class Appender:
     def _retire(self, item: Retired) -> None:
         """Take an object that nothing references out of `objects/`, and its image out of memory."""
         store = self._store
+        if item.packed:
+            store.objects.retire_packed(item.digest)
         buffer = store.cache.pop(item.digest)
         if buffer is not None and buffer.inode != store.objects.inode(item.digest):
             buffer.disown()  # another process recycled the file that is mapped here

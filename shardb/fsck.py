@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from shardb import format as store_format
-from shardb import state
+from shardb import references, state
 from shardb.errors import CorruptionError, FormatError
 from shardb.filesystem import FileSystem, read_file
 from shardb.findings import Finding, Report
@@ -249,4 +249,4 @@ class _Check:
             return True
         if now is None or now.applied.lsn <= self.applied_lsn:
             return True
-        return bool(state.held(now.tables, {digest}))
+        return bool(references.held(now.tables, {digest}))

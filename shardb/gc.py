@@ -21,7 +21,8 @@ from shardb.fsck_leftovers import OBJECT_NAME, STAGED_NAME, spare_is_used
 from shardb.fsck_view import is_held
 from shardb.objects import free_bytes_of
 from shardb.records import Record, new_record
-from shardb.state import DictTables, Retired, Tables
+from shardb.references import Retired
+from shardb.state import DictTables, Tables
 from shardb.store import Store
 from shardb.store import open as open_store
 

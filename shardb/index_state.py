@@ -22,6 +22,7 @@ from shardb.frames import Frame
 from shardb.index import applied_position
 from shardb.log import Log, Position
 from shardb.records import Commit
+from shardb.references import PackRow, held_packs
 from shardb.state import TABLES, DictTables
 
 COMPARED = ("branches", "snapshots", "commits", "pins", "abandoned")
@@ -77,6 +78,8 @@ def _check_rows(tables: DictTables) -> None:
         _ = [commits[commit] for commit in (row["head"], *row["retained"])]
     for row in tables.tables["snapshots"].values():
         _ = commits[row["commit"]]
+    for row in tables.tables["packs"].values():
+        PackRow.from_row(row)
 
 
 def disagreement(log: Log, index: IndexState) -> str | None:
@@ -123,17 +126,22 @@ def differences(index: DictTables, log: DictTables) -> list[Difference]:
     found = list(_in_meta(index, log))
     for table in COMPARED:
         found.extend(_in_table(table, _live(index, table), _live(log, table)))
-    counted = count_references(index.tables["commits"])
+    found.extend(_in_table("packs", held_packs(index), held_packs(log)))
+    counted = count_references(index.tables["commits"], index.tables["packs"])
     found.extend(_in_table("objects", index.tables["objects"], counted))
     return found
 
 
-def count_references(commits: dict[str, Any]) -> dict[str, list[int]]:
-    """Digest to bytes and number of references, as the commits say."""
+def count_references(commits: dict[str, Any], packs: dict[str, Any]) -> dict[str, list[int]]:
+    """Digest to bytes and number of references, as commits and packed objects say."""
     counted: dict[str, list[int]] = {}
     for record in commits.values():
         for digest, size, *_ in record["shards"].values():
             entry = counted.setdefault(bytes(digest).hex(), [size, 0])
+            entry[1] += 1
+    for row in map(PackRow.from_row, packs.values()):
+        if row.base is not None:
+            entry = counted.setdefault(row.base, [row.bytes, 0])
             entry[1] += 1
     return counted
 

@@ -16,7 +16,7 @@ import re
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -28,9 +28,12 @@ from shardb.buffers import PAGE_BYTES, Bytes, PooledBuffer
 from shardb.errors import ObjectCorruptError, ObjectMissingError
 from shardb.filesystem import CREATE, DIRECT, EXCLUSIVE, READ, WRITE, FileSystem, opened, write_all
 from shardb.layout import Layout
-from shardb.state import Retired
+from shardb.references import Retired
 
 OBJECT_SUFFIX = ".safetensors"
+PACK_SUFFIX = ".pack"
+# Packing and unpacking put one file of an object in the place of the other one.
+OPEN_ATTEMPTS = 2
 # Below this size direct I/O, which needs a second descriptor, costs more than it saves.
 DIRECT_THRESHOLD_BYTES = 256 << 10
 WRITE_CHUNK_BYTES = 8 << 20
@@ -49,7 +52,13 @@ class StagedObject:
 
 
 class ObjectFiles:
-    """The object and spare files of one store."""
+    """The object and spare files of one store.
+
+    An object has one of two files: its image, or a packed one, which `open_packed` unpacks; it
+    raises FileNotFoundError when there is none (see `shardb.pack_reading`).
+    """
+
+    open_packed: Callable[[str, int], tuple[Layout, Bytes]] | None = None
 
     def __init__(self, files: FileSystem, root: str, *, verify: bool) -> None:
         self.files = files
@@ -67,28 +76,36 @@ class ObjectFiles:
     def path(self, digest: str) -> str:
         return f"{self.directory}/{digest}{OBJECT_SUFFIX}"
 
+    def packed_path(self, digest: str) -> str:
+        return f"{self.directory}/{digest}{PACK_SUFFIX}"
+
     # Reading
 
     def open(self, digest: str, size_bytes: int) -> tuple[Layout, Bytes]:
-        """Map an object. Its digest is checked the first time this process reads it.
+        """Map an object, or unpack it. The first time this process reads it, its digest is checked.
 
         Raises ObjectMissingError, or ObjectCorruptError when size, header or digest are wrong.
         """
+        for _ in range(OPEN_ATTEMPTS):
+            with suppress(FileNotFoundError):
+                return self._open_image(digest, size_bytes)
+            if self.open_packed is not None:
+                with suppress(FileNotFoundError):
+                    return self.open_packed(digest, size_bytes)
         path = self.path(digest)
-        try:
-            with opened(self.files, path, READ) as file:
-                actual_bytes = self.files.status(path).size_bytes
-                if actual_bytes != size_bytes:
-                    raise ObjectCorruptError(
-                        f"{path}: {actual_bytes} bytes, but {size_bytes} were committed; run "
-                        "`shardb fsck`",
-                        path=path,
-                    )
-                mapping = self.files.map(file, size_bytes, writable=False)
-        except FileNotFoundError as error:
-            raise ObjectMissingError(
-                f"{path}: the object is missing; run `shardb fsck`", path=path
-            ) from error
+        raise ObjectMissingError(f"{path}: the object is missing; run `shardb fsck`", path=path)
+
+    def _open_image(self, digest: str, size_bytes: int) -> tuple[Layout, Bytes]:
+        path = self.path(digest)
+        with opened(self.files, path, READ) as file:
+            actual_bytes = self.files.status(path).size_bytes
+            if actual_bytes != size_bytes:
+                raise ObjectCorruptError(
+                    f"{path}: {actual_bytes} bytes, but {size_bytes} were committed; run "
+                    "`shardb fsck`",
+                    path=path,
+                )
+            mapping = self.files.map(file, size_bytes, writable=False)
         with self._lock:
             self._mapped[digest] += 1
         weakref.finalize(mapping, self._unmapped.append, digest).atexit = False
@@ -280,6 +297,8 @@ class ObjectFiles:
         """Take objects that nothing references out of `objects/`."""
         for item in retired:
             self._verified.discard(item.digest)
+            if item.packed:
+                self.retire_packed(item.digest)
             path = self.path(item.digest)
             try:
                 if self._is_mapped(item.digest):
@@ -289,6 +308,11 @@ class ObjectFiles:
                     self._to_spare(path, item.bytes)
             except FileNotFoundError:
                 continue
+
+    def retire_packed(self, digest: str) -> None:
+        """Remove a packed file. It is never written again: an old name shows the old bytes."""
+        with suppress(FileNotFoundError):
+            self.files.unlink(self.packed_path(digest))
 
     def hold(self, digest: str, buffer: PooledBuffer) -> None:
         """Take a retired mapped object out of `objects/`; it is free when its buffer is."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from shardb import references
 from shardb.errors import ConflictError, StorageFullError
 from shardb.objects import StagedObject
 from shardb.records import Commit
-from shardb.state import Retired
+from shardb.references import Retired
+from shardb.state import Tables
 
 if TYPE_CHECKING:
     from shardb.store import Store
@@ -39,6 +41,15 @@ def _check_parent(store: Store, commit: Commit) -> None:
         )
 
 
+def _stored(tables: Tables, wanted: set[str]) -> set[str]:
+    """Which objects the store has, once it is swept.
+
+    A packed one counts only while a pinned commit needs it: the record will say that it is whole.
+    """
+    lost = references.lost(tables, wanted)
+    return {d for d in wanted if tables.get("objects", d) is not None and d not in lost}
+
+
 def place_objects(store: Store, commit: Commit, objects: Iterable[StagedObject]) -> list[Retired]:
     """Name the staged files by content; what the store has already is not stored twice.
 
@@ -49,7 +60,7 @@ def place_objects(store: Store, commit: Commit, objects: Iterable[StagedObject])
     """
     store.appender.sweep()
     wanted = {entry.digest for entry in commit.shards.values()}
-    known = store.index.read(lambda tables: {d for d in wanted if tables.get("objects", d)})
+    known = store.index.read(lambda tables: _stored(tables, wanted))
     objects = list(objects)
     placed = set(known)
     for staged in objects:

@@ -21,7 +21,8 @@ from shardb.errors import LogDamagedError, UsageError
 Record = dict[str, Any]
 
 RECORD_KINDS = frozenset(
-    "init begin commit abort branch snapshot delete rewind gc policy note checkpoint".split()
+    "init begin commit abort branch snapshot delete rewind gc policy note checkpoint pack "
+    "unpack".split()
 )
 DIGEST_BYTES = 16
 _COMMIT_FIELDS: Mapping[str, Any] = {

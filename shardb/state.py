@@ -9,18 +9,18 @@ snapshot, or a rewind that can still be undone. A commit without pins is condemn
 the condemned ones that no reader has leased and returns the objects that nothing references now.
 
 tables: meta, branches, snapshots, commits (id to record), pins (id to count), condemned,
-abandoned (commits a rewind left behind), objects (digest to [bytes, references]).
+abandoned (commits a rewind left behind), and objects and packs (see `shardb.references`).
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
 
+from shardb import references
 from shardb.errors import LogDamagedError
 from shardb.records import Commit, Record
+from shardb.references import PackRow, Retired
 from shardb.retention import Policy, kept
 
 TABLES = (
@@ -32,6 +32,7 @@ TABLES = (
     "condemned",
     "abandoned",
     "objects",
+    "packs",
 )
 DEFAULT_BRANCH = "main"
 
@@ -52,6 +53,14 @@ class DictTables:
     def __init__(self) -> None:
         self.tables: dict[str, dict[str, Any]] = {name: {} for name in TABLES}
 
+    @staticmethod
+    def copy_of(tables: Tables) -> DictTables:
+        """The same rows in memory, to see what a change would give."""
+        copied = DictTables()
+        for name in TABLES:
+            copied.tables[name].update(tables.items(name))
+        return copied
+
     def get(self, table: str, key: str) -> Any:
         return self.tables[table].get(key)
 
@@ -69,18 +78,13 @@ class DictTables:
             rows.clear()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Retired:
-    """An object that nothing references any more."""
+def apply(tables: Tables, record: Record) -> list[Retired]:
+    """Change the tables as `record` says; LogDamagedError when it contradicts them.
 
-    digest: str
-    bytes: int
-
-
-def apply(tables: Tables, record: Record) -> None:
-    """Change the tables as `record` says; LogDamagedError when it contradicts them."""
+    Returns what the record itself retires: bases that nothing is a delta against any more.
+    """
     try:
-        _APPLY[record["kind"]](tables, record)
+        return _APPLY[record["kind"]](tables, record) or []
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise LogDamagedError(
             f"log record {record.get('id')} ({record.get('kind')}) lacks or garbles a field: "
@@ -102,7 +106,7 @@ def _apply_policy(tables: Tables, record: Record) -> None:
         _retain(tables, name, row)
 
 
-def _apply_commit(tables: Tables, record: Record) -> None:
+def _apply_commit(tables: Tables, record: Record) -> list[Retired]:
     name, commit = record["branch"], Commit.from_record(record).id
     row = tables.get("branches", name) or {"head": None, "retained": []}
     if row["head"] != record["parent"]:
@@ -110,24 +114,28 @@ def _apply_commit(tables: Tables, record: Record) -> None:
             f"commit {commit} names parent {record['parent']}, but branch {name!r} is at "
             f"{row['head']}"
         )
-    _know(tables, record)
+    retired = _know(tables, record)
     _pin(tables, commit, 1)
     _retain(tables, name, {"head": commit, "retained": [*row["retained"], commit]})
+    return retired
 
 
-def _know(tables: Tables, record: Record) -> None:
+def _know(tables: Tables, record: Record) -> list[Retired]:
     """Take in a commit. One that comes again, from another store, is referenced only once.
 
+    Packed objects that no pinned commit needed any more are stored whole again with it.
     What it tells of the steps before it (`rolled_up`) stays in the log: tables are read often.
     """
     commit = record["id"]
     known = tables.get("commits", commit)
+    lost = references.lost(tables, {bytes(d).hex() for d, *_ in record["shards"].values()})
     if known is None:
         _reference_all(tables, record)
     elif known["shards"] != record["shards"]:
         raise LogDamagedError(f"commit {commit} is recorded twice, with different shards")
     kept_fields = {key: value for key, value in record.items() if key != "rolled_up"}
     tables.put("commits", commit, kept_fields)
+    return references.forget(tables, lost)
 
 
 def _apply_branch(tables: Tables, record: Record) -> None:
@@ -136,15 +144,28 @@ def _apply_branch(tables: Tables, record: Record) -> None:
     tables.put("branches", name, {"head": commit, "retained": [commit]})
 
 
-def _apply_snapshot(tables: Tables, record: Record) -> None:
+def _apply_snapshot(tables: Tables, record: Record) -> list[Retired]:
     """Name a commit for good. `received` is the commit itself, where another store sent it."""
     received = record.get("received")
+    retired: list[Retired] = []
     if received is not None:
         Commit.from_record(received)
-        _know(tables, received)
+        retired = _know(tables, received)
     _pin(tables, record["commit"], 1)
     row = {"commit": record["commit"], "time": record["time"]}
     tables.put("snapshots", record["name"], row)
+    return retired
+
+
+def _apply_pack(tables: Tables, record: Record) -> None:
+    """An object is packed now. It references its base, which so stays as long as it does."""
+    base = None if record["base"] is None else bytes(record["base"]).hex()
+    row = [base, record["bytes"], record["packed_bytes"], record["file_digest"]]
+    references.add_pack(tables, bytes(record["digest"]).hex(), PackRow.from_row(row))
+
+
+def _apply_unpack(tables: Tables, record: Record) -> list[Retired]:
+    return references.remove_pack(tables, bytes(record["digest"]).hex())
 
 
 def _apply_delete(tables: Tables, record: Record) -> None:
@@ -191,6 +212,7 @@ def _apply_checkpoint(tables: Tables, record: Record) -> None:
     """
     state = record["state"]
     before = {k: r for k, r in tables.items("commits") if k not in state["commits"]}
+    packs_before = dict(tables.items("packs"))
     tables.clear()
     for table in ("meta", "branches", "snapshots", "commits", "pins", "abandoned"):
         for key, value in state[table].items():
@@ -198,18 +220,22 @@ def _apply_checkpoint(tables: Tables, record: Record) -> None:
     for commit in state["commits"].values():
         Commit.from_record(commit)
         _reference_all(tables, commit)
+    packs = state.get("packs", {})
+    references.restore_packs(tables, packs, packs)
     for key, commit in before.items():
         tables.put("commits", key, commit)
         tables.put("condemned", key, 1)
         _reference_all(tables, commit)
+        digests = [bytes(digest).hex() for digest, *_ in commit["shards"].values()]
+        references.restore_packs(tables, packs_before, digests)
 
 
 def _reference_all(tables: Tables, commit: Record) -> None:
     for digest, size, *_ in commit["shards"].values():
-        _reference(tables, bytes(digest).hex(), size, 1)
+        references.reference(tables, bytes(digest).hex(), size, 1)
 
 
-_APPLY = {
+_APPLY: dict[str, Callable[[Tables, Record], list[Retired] | None]] = {
     "init": _apply_init,
     "begin": _apply_nothing,
     "abort": _apply_nothing,
@@ -221,6 +247,8 @@ _APPLY = {
     "rewind": _apply_rewind,
     "gc": _apply_gc,
     "policy": _apply_policy,
+    "pack": _apply_pack,
+    "unpack": _apply_unpack,
     "checkpoint": _apply_checkpoint,
 }
 # Records that change no table: the index need not apply them.
@@ -237,6 +265,8 @@ def full_state(tables: Tables) -> dict[str, dict[str, Any]]:
         for key, record in tables.items("commits")
         if tables.get("condemned", key) is None
     }
+    if packs := references.held_packs(tables):  # a store that never packed says nothing of it
+        state["packs"] = packs
     return state
 
 
@@ -248,25 +278,10 @@ def sweep(tables: Tables, leased: Collection[str]) -> list[Retired]:
             continue
         record = tables.get("commits", commit)
         for digest, size, *_ in record["shards"].values():
-            retired.extend(_reference(tables, bytes(digest).hex(), size, -1))
+            retired.extend(references.reference(tables, bytes(digest).hex(), size, -1))
         tables.delete("commits", commit)
         tables.delete("condemned", commit)
     return retired
-
-
-def held(tables: Tables, digests: Collection[str]) -> set[str]:
-    """Those of `digests` that a pinned commit references: their files are in the store.
-
-    A condemned commit proves nothing. Sweeping is not logged, so tables that were made anew from
-    the log still hold condemned commits whose files were given to others long ago.
-    """
-    condemned = Counter(
-        bytes(digest).hex()
-        for commit, _ in tables.items("condemned")
-        for digest, *_ in tables.get("commits", commit)["shards"].values()
-    )
-    rows = ((digest, tables.get("objects", digest)) for digest in digests)
-    return {digest for digest, row in rows if row is not None and row[1] > condemned[digest]}
 
 
 def _retain(tables: Tables, name: str, row: dict[str, Any]) -> None:
@@ -291,14 +306,3 @@ def _pin(tables: Tables, commit: str, change: int) -> None:
     assert count == 0, f"commit {commit} has {count} pins"
     tables.delete("pins", commit)
     tables.put("condemned", commit, 1)
-
-
-def _reference(tables: Tables, digest: str, size: int, change: int) -> list[Retired]:
-    known = tables.get("objects", digest)
-    references = (known[1] if known else 0) + change
-    if references > 0:
-        tables.put("objects", digest, [size, references])
-        return []
-    assert references == 0, f"object {digest} has {references} references"
-    tables.delete("objects", digest)
-    return [Retired(digest=digest, bytes=size)]

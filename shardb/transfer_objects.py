@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 
-from shardb import state
+from shardb import references
 from shardb.buffers import BufferPool
 from shardb.errors import ObjectCorruptError, ShardbError, StorageFullError
 from shardb.objects import StagedObject, free_bytes_of
@@ -88,7 +88,7 @@ class ObjectIntake:
 
     def missing(self) -> dict[str, ShardEntry]:
         """Objects that are neither held by the target nor staged, by digest."""
-        held = self._target.index.read(lambda tables: state.held(tables, self._wanted))
+        held = self._target.index.read(lambda tables: references.held(tables, self._wanted))
         return {d: e for d, e in self._wanted.items() if d not in held and d not in self._staged}
 
     def bring(self) -> None:

@@ -19,7 +19,7 @@ from shardb.errors import ObjectCorruptError, ObjectMissingError
 from shardb.filesystem import RealFileSystem
 from shardb.layout import TensorSpec
 from shardb.objects import ObjectFiles, StagedObject, branch_token, free_bytes_of
-from shardb.state import Retired
+from shardb.references import Retired
 from tests.support.stores import InterposedFiles, flip_bit
 
 BRANCH = "main"
