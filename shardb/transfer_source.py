@@ -94,10 +94,10 @@ class StoreSource:
         if cached is not None:
             yield from chunks_of(cached[1].data)
             return
-        with storage_errors(store.files, store.root, f"reading {path}"):
-            with suppress(FileNotFoundError):
-                yield from read_chunks(store.files, path, entry.bytes, self._buffers)
-                return
+        reading = storage_errors(store.files, store.root, f"reading {path}")
+        with reading, suppress(FileNotFoundError):
+            yield from read_chunks(store.files, path, entry.bytes, self._buffers)
+            return
         # The store keeps this object in another form, or this raises what is wrong.
         yield from chunks_of(store.objects.open(entry.digest, entry.bytes)[1].data)
 

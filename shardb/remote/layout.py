@@ -138,8 +138,9 @@ def decode_commit(data: bytes, commit: str, where: str) -> Record:
             PastStep.from_record(entry)
     except (ShardbError, TypeError) as error:
         raise CorruptionError(f"{where}: {error}", path=where) from error
-    if found.id != commit or found.step < 0:
-        raise CorruptionError(f"{where}: holds commit {found.id!r}", path=where)
+    is_wanted = record["kind"] == "commit" and found.id == commit and found.step >= 0
+    if not is_wanted or not (found.parent is None or ID_PATTERN.match(found.parent)):
+        raise CorruptionError(f"{where}: is not the record of commit {commit}", path=where)
     return record
 
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 import numpy as np
 
 from shardb.buffers import BufferPool
-from shardb.errors import ObjectCorruptError, RemoteFailedError
+from shardb.errors import CorruptionError, ObjectCorruptError, RemoteFailedError
 from shardb.records import Commit, ShardEntry
 from shardb.remote import layout
 from shardb.remote.repository import RemoteStore
@@ -58,8 +58,12 @@ class RemoteSource:
     def lineage(self, commit: str, ends: Collection[str]) -> Lineage:
         """Walk back over the records; each of them says what was rolled up before it."""
         walk = Walk(commit, ends)
+        met: set[str] = set()
         while not walk.ended:
             assert walk.wanted is not None
+            if walk.wanted in met:
+                raise CorruptionError(f"{self.name}: commit {walk.wanted} is its own ancestor")
+            met.add(walk.wanted)
             record = self._remote.record(walk.wanted)
             if record is None:
                 break

@@ -344,6 +344,19 @@ def test_is_a_damaged_record_or_ref_an_error(
         RemoteStore(remote.bucket, create=True)
 
 
+def test_is_a_circle_of_parents_an_error(
+    source: shardb.Store, target: shardb.Store, remote: RemoteStore
+) -> None:
+    head = push_commit(source, remote)
+    record = remote.record(head.id)
+    assert record is not None
+    value = layout.encode_commit({**record, "parent": head.id})
+    remote.bucket.upload(layout.commit_key(head.id), len(value), iter([value]))
+    with pytest.raises(CorruptionError, match="its own ancestor"):
+        pull_commit(remote, target)
+    assert target.branches() == {}
+
+
 def test_does_a_stream_that_breaks_go_on(
     source: shardb.Store, target: shardb.Store, remote: RemoteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
