@@ -134,7 +134,7 @@ class _Telling:
     def _meet(self, record: Record) -> None:
         kind = record["kind"]
         if kind == "commit":
-            self._add(record)
+            self._meet_commit(record)
         elif kind == "checkpoint":
             # The commits it repeats are known, unless the segments that told them are damaged.
             commits = sorted(record["state"]["commits"].values(), key=lambda c: c["time"])
@@ -142,6 +142,8 @@ class _Telling:
                 if commit["id"] not in self.seen:
                     self._add(commit)
         elif kind == "snapshot":
+            if (received := record.get("received")) and received["id"] not in self.seen:
+                self._add(received)
             self._note(record["commit"], f"snapshot {record['name']}")
         elif kind == "delete":
             self._note_last(f"deleted {record['what']} {record['name']}")
@@ -152,9 +154,16 @@ class _Telling:
         elif kind == "policy":
             self._note_last(f"retention {record['policy']}")
 
-    def _add(self, record: Record) -> None:
+    def _meet_commit(self, record: Record) -> None:
+        """A commit that was copied to another branch before is told once, with the steps before."""
         for entry in record.get("rolled_up") or []:
             self._add_past(PastStep.from_record(entry))
+        if record["id"] in self.seen:
+            self._note(record["id"], f"branch {record['branch']}")
+        else:
+            self._add(record)
+
+    def _add(self, record: Record) -> None:
         commit = Commit.from_record(record)
         self.seen.add(commit.id)
         changes = commit.metrics.get("recipe_changes")

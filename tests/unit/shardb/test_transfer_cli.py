@@ -80,6 +80,17 @@ def test_does_the_log_of_the_copy_tell_every_step(ask: Ask, run: Path, quick_pat
     assert steps == [0, 1, 2]
 
 
+def test_does_the_log_tell_a_commit_once(ask: Ask, run: Path, quick_path: Path) -> None:
+    """A snapshot brings a commit, a branch all steps up to it, and then the commit itself."""
+    copy = quick_path / "copy"
+    ask("push", run, copy, "--snapshot", "best")
+    ask("push", run, copy, "--ref", "best")
+    ask("push", run, copy)
+    rows = ask("log", copy, "--json").json
+    assert [row["step"] for row in rows] == [1, 0, 2]
+    assert rows[0]["notes"] == ["snapshot best", "branch main"]
+
+
 def test_is_a_mistake_one_line_and_the_right_code(ask: Ask, run: Path, quick_path: Path) -> None:
     new = quick_path / "new"
     check_refused(ask("push"), 2, "TARGET is missing")
