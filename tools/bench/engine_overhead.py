@@ -31,6 +31,7 @@ from tests.support.memory_training import MemoryTraining
 from tests.support.resident import ResidentTrainer
 from trainer.device import Device
 from trainer.engine import Engine, EngineOptions
+from trainer.host_memory import keep_freed_memory
 from trainer.model.config import ModelConfig
 from trainer.model.presets import preset
 
@@ -138,6 +139,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
+    keep_freed_memory()
     config = preset(given.preset)
     options = EngineOptions(
         dtype=given.dtype,
