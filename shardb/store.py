@@ -33,6 +33,7 @@ from shardb.locks import Locks
 from shardb.log import Log
 from shardb.mapped import MappedPool
 from shardb.objects import ObjectFiles, StagedObject
+from shardb.pack_reading import PackedObjects
 from shardb.read_view import ReadView
 from shardb.records import Commit, Record, ShardEntry, new_record
 from shardb.recovery import RecoveryReport
@@ -74,6 +75,7 @@ class Store:
         self.mapped = files.kind(root).startswith("memory:")
         self.buffers: Pool = MappedPool(self.objects) if self.mapped else BufferPool(cache_bytes)
         self.cache = ImageCache(self.buffers, sys.maxsize if self.mapped else cache_bytes)
+        self.objects.open_packed = self._packed_objects(cache_bytes).open
         self.appender = Appender(self)
         self.writer = BackgroundWriter(threads=writer_threads, max_pending=max_pending_writes)
         try:
@@ -84,6 +86,14 @@ class Store:
             raise
         self._left_to_parent = False
         os.register_at_fork(after_in_child=partial(_after_fork, weakref.ref(self)))
+
+    def _packed_objects(self, cache_bytes: int) -> PackedObjects:
+        """Unpacked images join the others; in a store in memory those are files, so they do not."""
+        pool, cache = self.buffers, self.cache
+        if self.mapped:
+            pool = BufferPool(cache_bytes)
+            cache = ImageCache(pool, cache_bytes)
+        return PackedObjects(self.files, self.objects.directory, pool, cache)
 
     # Looking
 
