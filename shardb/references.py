@@ -76,7 +76,8 @@ def reference(tables: Tables, digest: str, size: int, change: int) -> list[Retir
     if references > 0:
         tables.put("objects", digest, [size, references])
         return []
-    assert references == 0, f"object {digest} has {references} references"
+    if references < 0:
+        raise LogDamagedError(f"a log record gives up object {digest}, which nothing references")
     tables.delete("objects", digest)
     row = pack_row(tables, digest)
     retired = Retired(digest=digest, bytes=size, packed=row is not None)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
 
 from shardb import references
-from shardb.errors import LogDamagedError
+from shardb.errors import LogDamagedError, UsageError
 from shardb.records import Commit, Record
 from shardb.references import PackRow, Retired
 from shardb.retention import Policy, kept
@@ -85,7 +85,7 @@ def apply(tables: Tables, record: Record) -> list[Retired]:
     """
     try:
         return _APPLY[record["kind"]](tables, record) or []
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, UsageError) as error:
         raise LogDamagedError(
             f"log record {record.get('id')} ({record.get('kind')}) lacks or garbles a field: "
             f"{error!r}"
@@ -289,7 +289,8 @@ def _retain(tables: Tables, name: str, row: dict[str, Any]) -> None:
     policy = Policy.from_record(tables.get("meta", "policy"))
     retained = row["retained"]
     keep = kept(policy, retained, lambda commit: tables.get("commits", commit))
-    assert row["head"] in keep, "the head of a branch is always kept"
+    if row["head"] not in keep:
+        raise LogDamagedError(f"the head of branch {name!r} is not among what it retains")
     for commit in set(retained) - set(keep):
         _pin(tables, commit, -1)
     tables.put("branches", name, {"head": row["head"], "retained": keep})
@@ -303,6 +304,7 @@ def _pin(tables: Tables, commit: str, change: int) -> None:
         tables.put("pins", commit, count)
         tables.delete("condemned", commit)
         return
-    assert count == 0, f"commit {commit} has {count} pins"
+    if count < 0:
+        raise LogDamagedError(f"a log record takes a pin from commit {commit}, which has none")
     tables.delete("pins", commit)
     tables.put("condemned", commit, 1)
