@@ -170,9 +170,17 @@ class Device:
 
 
 def _open_cuda(name: str, index: int) -> torch.device:
+    """Open a CUDA device, with kernels whose sums do not depend on the order of threads.
+
+    Without them the backward passes of attention and of the embedding differ from run to run, and
+    a resumed run from one never stopped. cuBLAS reads its variable when it is first used.
+    Source: https://pytorch.org/docs/stable/notes/randomness.html
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if not torch.cuda.is_available():
         raise InputError(f"--device {name}: no CUDA device can be used here: choose cpu or auto")
     count = torch.cuda.device_count()
     if index >= count:
         raise InputError(f"--device {name}: there are {count} CUDA devices, numbered from 0")
+    torch.use_deterministic_algorithms(True)
     return torch.device("cuda", index)
