@@ -10,6 +10,7 @@ aligned: matrix kernels may round differently on other alignments, and then two 
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
