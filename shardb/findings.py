@@ -34,6 +34,7 @@ KINDS: dict[str, str] = {
     "object_malformed": "an object's header does not describe tensors",
     "object_unreadable": "the storage refuses to read an object",
     "object_unreferenced": "no commit needs this object",
+    "object_duplicate": "the image of an object that is stored packed is still there",
     "staged_leftover": "a transaction ended without a commit and left its file",
     "spare_misnamed": "a file kept for reuse has not the size that its name says",
     "partial_file": "a file was being written beside its place when its writer died",

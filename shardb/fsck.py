@@ -19,7 +19,7 @@ from shardb import references, state
 from shardb.errors import CorruptionError, FormatError
 from shardb.filesystem import FileSystem, read_file
 from shardb.findings import Finding, Report
-from shardb.fsck_impact import needed_objects, object_finding
+from shardb.fsck_impact import needed_objects, object_finding, with_deltas
 from shardb.fsck_leftovers import find_leftovers
 from shardb.fsck_log import check_log, restore_command
 from shardb.fsck_objects import Checked, ObjectFault, Wanted, check_objects, inspect_object
@@ -102,7 +102,10 @@ class _Check:
         # What only waits to be retired is no leftover: the index knows it still.
         waiting = index.tables.tables["objects"].keys() if index is not None else set()
         needed = None if tables is None else needed_objects(tables).keys() | waiting
-        self.report.findings.extend(find_leftovers(self.files, view, needed))
+        # The index knows best what readers keep; a store without one has the log's word.
+        known = index.tables if index is not None else tables
+        packed = known.tables["packs"].keys() if known is not None else set()
+        self.report.findings.extend(find_leftovers(self.files, view, needed, packed))
         self.report.seconds = time.monotonic() - self.started
         return self.report
 
@@ -188,12 +191,12 @@ class _Check:
     def _check_objects(self, tables: DictTables) -> None:
         wanted = self._in_order(needed_objects(tables))
         self.objects_total = len(wanted)
-        self.bytes_total = sum(item.bytes for item in wanted)
+        self.bytes_total = sum(item.file_bytes for item in wanted)
         suspected: list[Checked] = []
 
         def on_checked(checked: Checked) -> None:
             self.report.objects_checked += 1
-            self.report.bytes_checked += checked.wanted.bytes
+            self.report.bytes_checked += checked.wanted.file_bytes
             if checked.fault is not None:
                 suspected.append(checked)
             elif self.on_verified is not None:
@@ -204,15 +207,15 @@ class _Check:
             self.files, self.root, wanted, deadline=self.deadline, on_checked=on_checked
         )
         faults = self._confirmed(suspected)
-        damaged = frozenset(faults)
+        damaged = with_deltas(faults, tables)
         for digest, fault in faults.items():
             self._add(object_finding(self.root, digest, fault, tables, damaged))
 
-    def _in_order(self, needed: dict[str, int]) -> list[Wanted]:
+    def _in_order(self, needed: dict[str, Wanted]) -> list[Wanted]:
         """Least recently verified first; those of the newest steps first among equals."""
-        newest_first = list(reversed(needed.items()))
-        newest_first.sort(key=lambda item: self.verified.get(item[0], 0.0))
-        return [Wanted(digest=digest, bytes=size) for digest, size in newest_first]
+        newest_first = list(reversed(needed.values()))
+        newest_first.sort(key=lambda item: self.verified.get(item.digest, 0.0))
+        return newest_first
 
     def _show_progress(self) -> None:
         if self.on_progress is not None:
@@ -233,7 +236,7 @@ class _Check:
             wanted = checked.wanted
             if not self._is_needed_now(wanted.digest):
                 self.report.objects_checked -= 1
-                self.report.bytes_checked -= wanted.bytes
+                self.report.bytes_checked -= wanted.file_bytes
                 continue
             fault = inspect_object(self.files, self.root, wanted)
             if fault is not None and self._is_needed_now(wanted.digest):

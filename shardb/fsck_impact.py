@@ -10,16 +10,28 @@ from collections.abc import Collection, Iterable
 from shardb import refs
 from shardb.findings import Finding
 from shardb.fsck_log import restore_command
-from shardb.fsck_objects import ObjectFault
+from shardb.fsck_objects import ObjectFault, Wanted
 from shardb.records import Commit
+from shardb.references import CHAIN_MAX, pack_rows
 from shardb.state import DictTables
 
 
-def needed_objects(tables: DictTables) -> dict[str, int]:
-    """Digest to size in bytes of every object that a commit needs; those of old steps first."""
+def needed_objects(tables: DictTables) -> dict[str, Wanted]:
+    """Every object that a commit needs, by digest; bases first, then those of old steps."""
     commits = [Commit.from_record(record) for _, record in tables.items("commits")]
     commits.sort(key=lambda commit: (commit.step, commit.time))
-    return {e.digest: e.bytes for commit in commits for e in commit.shards.values()}
+    packs = pack_rows(tables)
+    sizes = {row.base: row.bytes for row in packs.values() if row.base is not None}
+    sizes |= {e.digest: e.bytes for commit in commits for e in commit.shards.values()}
+    return {d: Wanted(digest=d, bytes=size, pack=packs.get(d)) for d, size in sizes.items()}
+
+
+def with_deltas(digests: Collection[str], tables: DictTables) -> set[str]:
+    """These objects and all that are packed as a difference to them, however far."""
+    packs, found = pack_rows(tables), set(digests)
+    for _ in range(CHAIN_MAX):
+        found |= {digest for digest, row in packs.items() if row.base in found}
+    return found
 
 
 def digests_of(commit: Commit) -> set[str]:
@@ -30,9 +42,10 @@ def digests_of(commit: Commit) -> set[str]:
 def object_finding(
     root: str, digest: str, fault: ObjectFault, tables: DictTables, damaged: Collection[str]
 ) -> Finding:
-    """The finding for one damaged object; `damaged` are the digests of all of them."""
+    """The finding for one damaged object; `damaged` are all that cannot be read (`with_deltas`)."""
     retained = refs.live_commits(tables)
-    hit = [commit for commit in retained if digest in digests_of(commit)]
+    unreadable = with_deltas({digest}, tables)
+    hit = [commit for commit in retained if not unreadable.isdisjoint(digests_of(commit))]
     hit_ids = {commit.id for commit in hit}
     branches = [
         name
@@ -40,7 +53,7 @@ def object_finding(
         if hit_ids.intersection([row["head"], *row["retained"]])
     ]
     snapshots = [n for n, row in tables.items("snapshots") if row["commit"] in hit_ids]
-    shards = {n for c in hit for n, entry in c.shards.items() if entry.digest == digest}
+    shards = {n for c in hit for n, entry in c.shards.items() if entry.digest in unreadable}
     return Finding(
         kind=fault.kind,
         severity="error",

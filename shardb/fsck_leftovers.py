@@ -16,9 +16,10 @@ from shardb.findings import Finding, Severity
 from shardb.format import DIRECTORIES
 from shardb.fsck_view import View, any_branch_is_written, branch_is_written, is_held
 from shardb.log import SEGMENT_PATTERN
-from shardb.objects import OBJECT_SUFFIX, free_bytes_of
+from shardb.objects import OBJECT_SUFFIX, PACK_SUFFIX, free_bytes_of
 
 OBJECT_NAME = re.compile(rf"^([0-9a-f]{{32}}){re.escape(OBJECT_SUFFIX)}$")
+PACK_NAME = re.compile(rf"^([0-9a-f]{{32}}){re.escape(PACK_SUFFIX)}$")
 # Staged by a writer of the branch, or held for the buffers of a writer of any branch.
 STAGED_NAME = re.compile(r"^(?:staged\.(?P<branch>.+)|held\.\d+)\.[0-9a-f]+$")
 LEASE_NAME = re.compile(r"^[0-9a-f]{32}\.[0-9a-f]+$")
@@ -28,11 +29,17 @@ LEASE_PROBE_SECONDS = 0.05
 
 
 def find_leftovers(
-    files: FileSystem, view: View, needed: Collection[str] | None
+    files: FileSystem,
+    view: View,
+    needed: Collection[str] | None,
+    packed: Collection[str] = (),
 ) -> Iterator[Finding]:
-    """Every leftover of a view. `needed` are the digests that commits need, None when unknown."""
+    """Every leftover of a view. `needed` are the digests that commits need, None when unknown.
+
+    `packed` are those that are stored packed.
+    """
     yield from _missing_directories(view)
-    yield from _in_objects(view, needed)
+    yield from _in_objects(view, needed, packed)
     yield from _in_spare(files, view)
     yield from _in_log(view)
     yield from _in_index(view)
@@ -51,13 +58,29 @@ def _missing_directories(view: View) -> Iterator[Finding]:
             )
 
 
-def _in_objects(view: View, needed: Collection[str] | None) -> Iterator[Finding]:
-    for name in view.names.get("objects", []):
-        match = OBJECT_NAME.match(name)
-        if match is None:
+def _in_objects(
+    view: View, needed: Collection[str] | None, packed: Collection[str]
+) -> Iterator[Finding]:
+    names = view.names.get("objects", [])
+    for name in names:
+        image, pack = OBJECT_NAME.match(name), PACK_NAME.match(name)
+        if image is None and pack is None:
             yield _leftover(view, _partial_or_foreign(name), f"objects/{name}")
-        elif needed is not None and match.group(1) not in needed:
-            yield _leftover(view, "object_unreferenced", f"objects/{name}")
+        elif needed is None:
+            continue
+        elif pack is not None:
+            if pack.group(1) not in packed:
+                yield _leftover(view, "object_unreferenced", f"objects/{name}")
+        elif image is not None:
+            if image.group(1) not in needed:
+                yield _leftover(view, "object_unreferenced", f"objects/{name}")
+            elif is_duplicate(image.group(1), names, packed):
+                yield _leftover(view, "object_duplicate", f"objects/{name}")
+
+
+def is_duplicate(digest: str, names: Collection[str], packed: Collection[str]) -> bool:
+    """Whether an object that is packed has its image still; `names` are those in `objects/`."""
+    return digest in packed and f"{digest}{PACK_SUFFIX}" in names
 
 
 def spare_is_used(files: FileSystem, root: str, staged: re.Match[str]) -> bool:

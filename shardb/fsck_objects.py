@@ -15,16 +15,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import xxhash
 
 from shardb import layout
 from shardb.buffers import PAGE_BYTES, padded
-from shardb.errors import CorruptionError, ObjectCorruptError, ObjectMissingError
+from shardb.errors import CorruptionError, FormatError, ObjectCorruptError, ObjectMissingError
 from shardb.filesystem import DIRECT, READ, FileSystem
 from shardb.objects import OBJECT_SUFFIX
+from shardb.pack_reading import check_unpacked, packed_content, packed_path
 from shardb.records import ShardEntry
+from shardb.references import PackRow
 
 READ_CHUNK_BYTES = 8 << 20
 THREADS_MAX = 4
@@ -44,10 +46,16 @@ class ObjectFault:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """An object to check: its digest and its size in bytes."""
+    """An object to check: its digest, its size in bytes, and how it is packed, if it is."""
 
     digest: str
     bytes: int
+    pack: PackRow | None = None
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the file that is read."""
+        return self.bytes if self.pack is None else self.pack.packed_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,30 +72,84 @@ def object_path(root: str, digest: str) -> str:
 
 
 def inspect_object(files: FileSystem, root: str, wanted: Wanted) -> ObjectFault | None:
-    """Read one object to its end and judge it; None when it is as committed."""
+    """Read one object to its end and judge it; None when it is as committed.
+
+    Where its file is not there, the other one that it may have is: it is being packed or unpacked.
+    """
+    ways = [_inspect_image, _inspect_packed]
+    first, other = ways if wanted.pack is None else reversed(ways)
+    fault = first(files, root, wanted)
+    if fault is None or fault.kind != "object_missing":
+        return fault
+    second = other(files, root, wanted)
+    return fault if second is not None and second.kind == "object_missing" else second
+
+
+def _inspect_packed(files: FileSystem, root: str, wanted: Wanted) -> ObjectFault | None:
+    """A packed file is as it was when it was verified; one that the log has not told is unpacked.
+
+    Its base is an object of its own, and is read by itself.
+    """
+    path = packed_path(f"{root}/objects", wanted.digest)
+    if wanted.pack is not None:
+        pack = wanted.pack
+        return _compare(files, path, pack.packed_bytes, pack.file_digest.hex())[0]
+    missing = ObjectFault(kind="object_missing", path=path, expected="a packed file", found="none")
+    try:
+        with packed_content(files, f"{root}/objects", wanted.digest, wanted.bytes) as content:
+            check_unpacked(path, content.header, content.digest(threads=1))
+    except FileNotFoundError:
+        return missing
+    except (FormatError, ObjectCorruptError, ObjectMissingError) as error:
+        expected = f"digest {wanted.digest} when unpacked"
+        return replace(missing, kind="object_corrupt", expected=expected, found=error.message)
+    except OSError as error:
+        return replace(missing, kind="object_unreadable", found=error.strerror or str(error))
+    return None
+
+
+def _inspect_image(files: FileSystem, root: str, wanted: Wanted) -> ObjectFault | None:
     path = object_path(root, wanted.digest)
+    fault, header = _compare(files, path, wanted.bytes, wanted.digest)
+    if fault is not None:
+        return fault
+    try:
+        layout.parse_header(memoryview(header), wanted.bytes, path)
+    except ObjectCorruptError as error:
+        return ObjectFault(
+            kind="object_malformed",
+            path=path,
+            expected="a safetensors header",
+            found=error.message,
+            offset=0,
+        )
+    return None
+
+
+def _compare(
+    files: FileSystem, path: str, size_bytes: int, digest: str
+) -> tuple[ObjectFault | None, bytes]:
+    """Compare a whole file with its size and digest; gives also what may be its header."""
 
     def fault(kind: str, expected: str, found: str, offset: int | None = None) -> ObjectFault:
         return ObjectFault(kind=kind, path=path, expected=expected, found=found, offset=offset)
 
     try:
         with _opened_direct(files, path) as file:
-            size_bytes = files.status(path).size_bytes
-            digest, header = _digest_and_header(files, file, size_bytes)
+            actual_bytes = files.status(path).size_bytes
+            actual_digest, header = _digest_and_header(files, file, actual_bytes)
     except FileNotFoundError:
-        return fault("object_missing", f"{wanted.bytes} bytes", "no file")
+        return fault("object_missing", f"{size_bytes} bytes", "no file"), b""
     except OSError as error:
-        return fault("object_unreadable", f"{wanted.bytes} bytes", error.strerror or str(error))
-    if size_bytes != wanted.bytes:
-        where = min(size_bytes, wanted.bytes)
-        return fault("object_corrupt", f"{wanted.bytes} bytes", f"{size_bytes} bytes", where)
-    if digest != wanted.digest:
-        return fault("object_corrupt", f"digest {wanted.digest}", f"digest {digest}")
-    try:
-        layout.parse_header(memoryview(header), size_bytes, path)
-    except ObjectCorruptError as error:
-        return fault("object_malformed", "a safetensors header", error.message, 0)
-    return None
+        found = error.strerror or str(error)
+        return fault("object_unreadable", f"{size_bytes} bytes", found), b""
+    if actual_bytes != size_bytes:
+        where = min(actual_bytes, size_bytes)
+        told = (f"{size_bytes} bytes", f"{actual_bytes} bytes")
+        return fault("object_corrupt", *told, where), b""
+    if actual_digest != digest:
+        return fault("object_corrupt", f"digest {digest}", f"digest {actual_digest}"), b""
+    return None, header
 
 
 def check_object(files: FileSystem, root: str, shard: str, entry: ShardEntry) -> None:

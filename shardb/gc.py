@@ -17,7 +17,7 @@ from shardb import reserve, state
 from shardb.errors import StorageFullError
 from shardb.filesystem import FileSystem, RealFileSystem
 from shardb.format import read_format
-from shardb.fsck_leftovers import OBJECT_NAME, STAGED_NAME, spare_is_used
+from shardb.fsck_leftovers import OBJECT_NAME, PACK_NAME, STAGED_NAME, is_duplicate, spare_is_used
 from shardb.fsck_view import is_held
 from shardb.objects import free_bytes_of
 from shardb.records import Record, new_record
@@ -29,6 +29,7 @@ from shardb.store import open as open_store
 FREE = "kept for reuse"
 UNREFERENCED = "no commit needs it"
 STAGED = "its transaction ended without a commit"
+DUPLICATE = "its object is stored packed"
 PARTIAL = "its writer died before it was whole"
 SET_ASIDE = "an unreadable index, set aside earlier"
 DEAD_LEASE = "its reader is gone"
@@ -128,11 +129,17 @@ class _Collection:
     def _collect(self) -> None:
         """What must be done under the log's lock."""
         self._remove_dead_leases()
-        needed = self._needed_objects()
-        for name in self.files.list(f"{self.root}/objects"):
-            match = OBJECT_NAME.match(name)
-            if match is not None and match.group(1) not in needed:
-                self._move_to_spare(f"{self.root}/objects/{name}")
+        needed, packed = self._needed_objects()
+        names = self.files.list(f"{self.root}/objects")
+        for name in names:
+            path, image = f"{self.root}/objects/{name}", OBJECT_NAME.match(name)
+            pack = PACK_NAME.match(name)
+            if pack is not None and pack.group(1) not in packed:
+                self._remove(path, UNREFERENCED)
+            elif image is not None and image.group(1) not in needed:
+                self._move_to_spare(path)
+            elif image is not None and is_duplicate(image.group(1), names, packed):
+                self._remove(path, DUPLICATE)  # not recycled: the name is that of a live object
         for path, why in self._debris():
             self._remove(path, why)
 
@@ -144,19 +151,22 @@ class _Collection:
         if not self.collected.dry_run:
             self.store.leases.leased_commits()  # removes them, each under its own lock
 
-    def _needed_objects(self) -> set[str]:
-        """Digests that commits need, after those are let go that only a dead reader kept."""
+    def _needed_objects(self) -> tuple[set[str], set[str]]:
+        """Digests that commits need, after those are let go that only a dead reader kept.
+
+        The second set are those of them that are packed.
+        """
         index = self.store.index
         if self.collected.dry_run:
             tables = index.read(_copy)
             state.sweep(tables, {lease["commit"] for lease in self.store.leases.describe_all()})
-            return set(tables.tables["objects"])
+            return set(tables.tables["objects"]), set(tables.tables["packs"])
         if index.read(lambda tables: any(tables.items("condemned"))):
             try:
                 self.store.objects.retire(reserve.with_reserve(self.files, self.root, self._sweep))
             except StorageFullError as error:
                 self.collected.notes.append(f"retired commits are kept for now: {error}")
-        return index.read(lambda tables: {digest for digest, _ in tables.items("objects")})
+        return index.read(lambda tables: (_keys(tables, "objects"), _keys(tables, "packs")))
 
     def _sweep(self) -> list[Retired]:
         leases = self.store.leases
@@ -243,6 +253,10 @@ def _note(files: FileSystem, path: str, why: str, collected: Collected) -> bool:
         return False
     collected.removed.append(Garbage(path=path, bytes=size_bytes, why=why))
     return True
+
+
+def _keys(tables: Tables, table: str) -> set[str]:
+    return {key for key, _ in tables.items(table)}
 
 
 def _copy(tables: Tables) -> DictTables:

@@ -108,11 +108,10 @@ def _show(line: Mapping[str, Any], kill_step: int | None) -> None:
     step = line["step"]
     if step % SHOWN_LINES == 0 or step == 1 or step == kill_step or "validation_loss" in line:
         held_out = line.get("validation_loss")
-        told = "" if held_out is None else f"  held-out loss {held_out:.3f}"
-        speed = line["tokens_per_second"]
-        print(
-            f"   step {step:4d}  loss {line['loss']:.3f}  {speed:,.0f} tokens/s{told}", flush=True
-        )
+        # A step with a validation takes longer, so its speed would mislead.
+        told = f"{line['tokens_per_second']:,.0f} tokens/s"
+        told = told if held_out is None else f"held-out loss {held_out:.3f}"
+        print(f"   step {step:4d}  loss {line['loss']:.3f}  {told}", flush=True)
 
 
 def read_steps(step_log: Path) -> list[Mapping[str, Any]]:
