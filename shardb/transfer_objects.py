@@ -95,7 +95,8 @@ class ObjectIntake:
         """Copy what is missing, and sync it; what was brought stays staged when this fails."""
         missing = self.missing()
         self._announce(missing)
-        self._check_space(missing)
+        with self._target.appender.errors("looking for space"):
+            self._check_space(missing)
         pool = ThreadPoolExecutor(self._source.copies_at_once, thread_name_prefix="shardb-transfer")
         try:
             futures = [pool.submit(self._bring_one, entry) for entry in missing.values()]
