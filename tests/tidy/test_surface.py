@@ -69,6 +69,10 @@ def test_is_the_api_what_it_was() -> None:
     assert [name for name in API if not hasattr(shardb, name)] == []
 
 
+def test_do_package_and_module_tell_one_version(repository: Path) -> None:
+    assert f'version = "{shardb.__version__}"' in pyproject(repository)
+
+
 def test_can_every_command_be_imported(repository: Path) -> None:
     text = pyproject(repository)
     targets = re.findall(r'^[\w-]+ = "([\w.]+):(\w+)"$', text, re.MULTILINE)
