@@ -57,6 +57,13 @@ class Bucket(Protocol):
         """Write over this version of a value; False, and nothing written, where it is another."""
         ...
 
+    def keeps_conditions(self, key: str, data: bytes) -> bool:
+        """Whether both conditional writes are refused where they must be.
+
+        `data` is what the key holds: storage that ignores conditions only writes it once more.
+        """
+        ...
+
     def upload(self, key: str, size_bytes: int, chunks: Iterator[bytes]) -> None:
         """Write a large value, over any other. What `chunks` raises ends it and leaves nothing."""
         ...

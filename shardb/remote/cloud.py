@@ -108,6 +108,10 @@ class CloudBucket:
             raise UsageError(f"{self._url}: this storage names no versions to compare and swap")
         return self._put_if(key, data, mode)
 
+    def keeps_conditions(self, key: str, data: bytes) -> bool:
+        wrong_etag = {"e_tag": f'"{"0" * 32}"'}
+        return self._is_refused(key, data, "create") and self._is_refused(key, data, wrong_etag)
+
     def upload(self, key: str, size_bytes: int, chunks: Iterator[bytes]) -> None:
         with self._errors(key):
             if size_bytes <= PART_BYTES:
@@ -140,6 +144,14 @@ class CloudBucket:
             present = self.read(key, limit_bytes=max(1 << 20, len(data)))
             return present is not None and present.data == data
         return True
+
+    def _is_refused(self, key: str, data: bytes, mode: Any) -> bool:
+        try:
+            with self._errors(key):
+                self._store.put(key, data, mode=mode)
+        except ConflictError:
+            return True
+        return False
 
     @contextmanager
     def _errors(self, key: str) -> Iterator[None]:

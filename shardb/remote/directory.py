@@ -86,6 +86,10 @@ class DirectoryBucket:
             self._write(key, iter([data]))
         return True
 
+    def keeps_conditions(self, key: str, data: bytes) -> bool:
+        del key, data
+        return True  # they are code of this module
+
     def upload(self, key: str, size_bytes: int, chunks: Iterator[bytes]) -> None:
         del size_bytes
         with self._errors(key):

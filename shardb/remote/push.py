@@ -13,7 +13,12 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import xxhash
 
-from shardb.errors import ConflictError, LogDamagedError, ObjectCorruptError
+from shardb.errors import (
+    ConflictError,
+    LogDamagedError,
+    ObjectCorruptError,
+    RemoteFailedError,
+)
 from shardb.layout import check_name
 from shardb.records import Commit, ShardEntry
 from shardb.remote import layout
@@ -35,6 +40,9 @@ from shardb.transfer_source import StoreSource
 from shardb.transfer_tally import Tally
 
 UPLOADS_AT_ONCE = 4
+# The library repeats single requests; a whole upload that failed is begun again so often.
+UPLOAD_ATTEMPTS_MAX = 4
+PAUSE_SECONDS = 0.25
 # A branch that others move forward on the commit's own line is followed so often.
 MOVES_MAX = 20
 
@@ -180,14 +188,22 @@ class _Push:
         if bucket.size(key) == entry.bytes:
             self._tally.resumed(entry.bytes)
             return
-        bucket.upload(key, entry.bytes, self._checked(entry))
+        for attempt in range(1, UPLOAD_ATTEMPTS_MAX + 1):
+            moved: list[int] = []
+            try:
+                bucket.upload(key, entry.bytes, self._checked(entry, moved))
+                break
+            except RemoteFailedError:
+                self._tally.moved(-sum(moved))
+                if attempt == UPLOAD_ATTEMPTS_MAX or self._stop.wait(PAUSE_SECONDS * 2**attempt):
+                    raise
         self._tally.finished()
 
-    def _checked(self, entry: ShardEntry) -> Iterator[bytes]:
+    def _checked(self, entry: ShardEntry, moved: list[int]) -> Iterator[bytes]:
         """An object's bytes; the last of them only when all of them have the right digest.
 
         An upload that is not fed to its end is given up and leaves nothing, so that no wrong bytes
-        can appear under a digest.
+        can appear under a digest. `moved` gets the sizes of what was given.
         """
         hasher = xxhash.xxh3_128()
         held = b""
@@ -196,6 +212,7 @@ class _Push:
                 raise TransferStoppedError("another object could not be copied")
             hasher.update(chunk)
             if held:
+                moved.append(len(held))
                 self._tally.moved(len(held))
                 yield held
             held = bytes(chunk)
@@ -206,5 +223,6 @@ class _Push:
                 f"object; nothing was pushed. Run `shardb fsck {self._incoming.source.name}`",
                 path=name,
             )
+        moved.append(len(held))
         self._tally.moved(len(held))
         yield held

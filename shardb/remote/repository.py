@@ -10,7 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardb.errors import ConflictError, CorruptionError, NotFoundError, SnapshotExistsError
+from shardb.errors import (
+    ConflictError,
+    CorruptionError,
+    NotFoundError,
+    SnapshotExistsError,
+    UsageError,
+)
 from shardb.records import Commit, Record, new_id
 from shardb.refs import PREFIX_LENGTH_MIN, STEP_PATTERN, no_such
 from shardb.remote import layout
@@ -34,6 +40,7 @@ class RemoteStore:
     def __init__(self, bucket: Bucket, *, create: bool) -> None:
         """Read FORMAT, which is the first request: a wrong URL or key ends here, before any work.
 
+        `create` is for pushers: it makes the store, and tries whether conditional writes are kept.
         Raises NotFoundError when there is no store at the URL and `create` is not given.
         """
         self.bucket = bucket
@@ -48,7 +55,13 @@ class RemoteStore:
         for _ in range(2):
             found = self.bucket.read(FORMAT_KEY, limit_bytes=layout.SMALL_LIMIT_BYTES)
             if found is not None:
-                return layout.decode_format(found.data, where)
+                store_id = layout.decode_format(found.data, where)
+                if create and not self.bucket.keeps_conditions(FORMAT_KEY, found.data):
+                    raise UsageError(
+                        f"{self.url}: this storage ignores If-None-Match or If-Match on writes, so "
+                        "that two pushers could lose each other's commits; use one that keeps them"
+                    )
+                return store_id
             if not create:
                 raise NotFoundError(
                     f"{self.url}: there is no store here; `shardb push STORE {self.url}` makes one",

@@ -379,6 +379,52 @@ def test_does_a_stream_that_breaks_go_on(
     assert {0, 200_000} <= set(starts)
 
 
+def test_is_an_upload_that_fails_begun_again(
+    source: shardb.Store, remote: RemoteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = type(remote.bucket)
+    plain = kind.upload
+    failures = [RemoteFailedError("connection reset")] * 3
+
+    def flaky(self: Any, key: str, size_bytes: int, chunks: Iterator[bytes]) -> None:
+        if key.startswith(layout.OBJECTS) and failures:
+            next(chunks)
+            raise failures.pop()
+        plain(self, key, size_bytes, chunks)
+
+    monkeypatch.setattr(kind, "upload", flaky)
+    monkeypatch.setattr("shardb.remote.push.PAUSE_SECONDS", 0.001)
+    tally = Tally()
+    push_commit(source, remote, tally=tally)
+    assert tally.counts.bytes_done == tally.counts.bytes_total
+    assert tally.counts.objects_done == 4
+    failures += [RemoteFailedError("gone for good")] * 100
+    commit(source, 3)
+    with pytest.raises(RemoteFailedError, match="gone for good"):
+        push_commit(source, remote)
+    assert remote.branches()["main"].step == 2
+
+
+def test_is_storage_that_ignores_conditions_refused() -> None:
+    library = pytest.importorskip("obstore.store", reason="the extra `remote` is not installed")
+
+    class Careless:
+        """Storage that takes a condition and writes all the same."""
+
+        def __init__(self) -> None:
+            self._store = library.MemoryStore()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._store, name)
+
+        def put(self, key: str, data: bytes, **options: Any) -> Any:
+            options.pop("mode", None)
+            return self._store.put(key, data, **options)
+
+    with pytest.raises(UsageError, match="ignores If-None-Match or If-Match"):
+        RemoteStore(CloudBucket("memory://", Careless()), create=True)
+
+
 def test_is_there_no_store_where_nothing_was_pushed(bucket: Bucket, quick_path: Path) -> None:
     with pytest.raises(NotFoundError, match="there is no store here"):
         RemoteStore(bucket, create=False)
