@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import shardb
@@ -18,6 +19,7 @@ from shardb.errors import (
     SnapshotExistsError,
     UsageError,
 )
+from shardb.pack import pack_snapshots
 from shardb.retention import Policy
 from shardb.state import Tables
 from shardb.transfer import clone, copy_commit, copy_snapshot
@@ -342,3 +344,18 @@ def test_is_a_bad_branch_name_refused(source: shardb.Store, target: shardb.Store
         with pytest.raises(UsageError):
             copy_commit(source, target, branch=name)
     assert target.branches() == {}
+
+
+def test_is_a_packed_object_copied_whole(target: shardb.Store, quick_path: Path) -> None:
+    with shardb.open(quick_path / "packed", create=True) as source:
+        for step in range(4):
+            with source.begin() as transaction:
+                weight = np.linspace(1.0, 1.0 + step, 50_000, dtype=np.float32)
+                transaction.write("params/block_000", {"weight": weight})
+                transaction.commit(step=step)
+            if step < 2:
+                source.create_snapshot(f"step-{step}")
+        expected = contents(source, "step-1")
+        assert pack_snapshots(source).objects
+        copy_snapshot(source, target, "step-1")
+    assert contents(target, "step-1") == expected
