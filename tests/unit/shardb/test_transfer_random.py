@@ -34,12 +34,18 @@ ACTIONS = (
     *("snapshot", "copy snapshot", "clone", "rewind"),
     *("branch", "delete branch", "delete snapshot"),
 )
-# What is done, to which store, and with which two names.
-actions = st.tuples(st.sampled_from(ACTIONS), st.booleans(), st.integers(0, 1), st.integers(0, 1))
+# What is done, to which store, and with which two names. Mostly to one of them, else every copy
+# meets a line of the other's own and is refused.
+actions = st.tuples(
+    st.sampled_from(ACTIONS),
+    st.sampled_from([True] * 5 + [False]),
+    st.sampled_from([0, 0, 1]),
+    st.integers(0, 1),
+)
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.lists(actions, max_size=14))
+@settings(max_examples=25, deadline=None)
+@given(st.lists(actions, min_size=16, max_size=24))
 def test_do_any_actions_keep_both_stores_right(taken: list[tuple[str, bool, int, int]]) -> None:
     place = MEMORY if MEMORY.is_dir() else None
     with tempfile.TemporaryDirectory(dir=place) as folder:
