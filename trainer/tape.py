@@ -91,12 +91,12 @@ class KeptTape:
     ) -> None:
         self._leaves = _leaves(params)
         self._inputs = [_input_leaf(x) for x in inputs]
-        self._params: Mapping[str, Tensor] = params
+        self._params: Mapping[str, Tensor] = {}
+        self._spans = [(p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in params.items()]
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         with torch.enable_grad(), hooks:
             self._results = [compute.run(stage, self._leaves, x) for x in self._inputs]
         self.outputs = [result.detach() for result in self._results]
-        self._params = {}
         for leaf in self._leaves.values():
             # The graph holds its leaves: let them keep their shape and drop the memory.
             leaf.data = leaf.new_empty(()).expand(leaf.shape)
@@ -114,10 +114,11 @@ class KeptTape:
         return found
 
     def _pack(self, saved: Tensor) -> Tensor | _Place:
-        for name, parameter in self._params.items():
-            offset = saved.data_ptr() - parameter.data_ptr()
-            if 0 <= offset < parameter.nbytes:
-                return _Place(name, saved.shape, saved.stride(), offset // parameter.element_size())
+        address = saved.data_ptr()
+        for start, end, name in self._spans:
+            if start <= address < end:
+                offset = (address - start) // saved.element_size()
+                return _Place(name, saved.shape, saved.stride(), offset)
         return saved
 
     def _unpack(self, packed: Tensor | _Place) -> Tensor:
