@@ -62,20 +62,20 @@ def budget_of(recipe: Recipe, settings: Settings) -> Budget:
     activations = _activations(recipe, settings)
     return Budget(
         parameter_count=parameter_count(recipe.model),
-        shards=shard_bytes(recipe.model),
+        shards=shard_bytes(recipe.model, recipe.optimizer),
         snapshots=stop // every if every and stop else 0,
         memory=_memory(recipe, settings, activations),
         activations=activations,
     )
 
 
-def shard_bytes(model: ModelConfig) -> dict[str, int]:
+def shard_bytes(model: ModelConfig, optimizer: str = "adamw") -> dict[str, int]:
     """Give the exact size of every trained shard's object, in forward order."""
-    optimizer = EngineOptions().optimizer()
+    rule = EngineOptions(optimizer=optimizer).update_rule()
     sizes = {}
     for stage in build_stages(model):
         sizes[f"params/{stage.name}"] = build(stage.specs).size_bytes
-        sizes[f"optim/{stage.name}"] = build(optimizer.state_specs(stage.specs)).size_bytes
+        sizes[f"optim/{stage.name}"] = build(rule.state_specs(stage.specs)).size_bytes
     return sizes
 
 

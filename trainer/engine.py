@@ -44,7 +44,7 @@ class Engine:
             head=LmHead(config),
             tied=config.tied_embeddings,
             options=options,
-            optimizer=options.optimizer(),
+            optimizer=options.update_rule(),
             device=device,
         )
 

@@ -11,10 +11,14 @@ from dataclasses import dataclass
 import torch
 
 from trainer.errors import InputError
+from trainer.optimizers.adafactor import Adafactor
 from trainer.optimizers.adamw import AdamW
+from trainer.optimizers.lion import Lion
+from trainer.optimizers.rule import UpdateRule
 
 _CHOICES = {
     "dtype": ("fp32", "bf16"),
+    "optimizer": ("adamw", "lion", "adafactor"),
     "grad_clip_mode": ("global", "shard", "none"),
     "weight_decay_scope": ("all", "matrices"),
     "prefetch": ("off", "cpu", "gpu", "secondary-gpu"),
@@ -28,6 +32,7 @@ class EngineOptions:
     """Settings of a training step.
 
     dtype: of compute; parameters and optimizer state are fp32 always.
+    optimizer: `adamw`, `lion` or `adafactor` (which has no use for beta1, beta2 and adam_eps).
     grad_clip_mode: `global` (one norm over the model, exact), `shard` (one each), `none`.
     lm_head_chunk_tokens: tokens whose logits exist at once.
     weight_decay_scope: `all` parameters, or `matrices` only (norms and biases are spared).
@@ -42,6 +47,7 @@ class EngineOptions:
     """
 
     dtype: str = "fp32"
+    optimizer: str = "adamw"
     grad_clip_mode: str = "global"
     max_grad_norm: float = 1.0
     lm_head_chunk_tokens: int = 4096
@@ -77,14 +83,24 @@ class EngineOptions:
         """Give the compute dtype."""
         return _TORCH_DTYPES[self.dtype]
 
-    def optimizer(self) -> AdamW:
+    def update_rule(self) -> UpdateRule:
         """Give the update rule."""
+        matrices_only = self.weight_decay_scope == "matrices"
+        if self.optimizer == "lion":
+            return Lion(
+                beta1=self.beta1,
+                beta2=self.beta2,
+                weight_decay=self.weight_decay,
+                decay_matrices_only=matrices_only,
+            )
+        if self.optimizer == "adafactor":
+            return Adafactor(weight_decay=self.weight_decay, decay_matrices_only=matrices_only)
         return AdamW(
             beta1=self.beta1,
             beta2=self.beta2,
             eps=self.adam_eps,
             weight_decay=self.weight_decay,
-            decay_matrices_only=self.weight_decay_scope == "matrices",
+            decay_matrices_only=matrices_only,
         )
 
 

@@ -25,7 +25,7 @@ FORMAT = 1
 CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("fp32", "bf16"),
     "master_weight_dtype": ("fp32",),
-    "optimizer": ("adamw",),
+    "optimizer": ("adamw", "lion", "adafactor"),
     "weight_decay_scope": ("all", "matrices"),
     "grad_clip_mode": ("global", "shard", "none"),
     "lr_schedule": SHAPES,

@@ -91,7 +91,7 @@ _TRAINING = _flags(
     ("micro_batch_size", int, "Rows that pass the model at once."),
     ("gradient_accumulation_steps", int, "Micro-batches a step."),
     ("shuffle_train", bool, "Shuffle the rows; the order depends on --seed alone."),
-    ("optimizer", str, "adamw."),
+    ("optimizer", str, "adamw, lion or adafactor."),
     ("learning_rate", float, "Peak of the schedule."),
     ("weight_decay", float, "Decoupled decay a unit of learning rate."),
     ("weight_decay_scope", str, "all parameters, or matrices only."),
@@ -184,7 +184,6 @@ FLAGS: tuple[Flag, ...] = (
 VALUES_NOT_YET: dict[str, tuple[str, ...]] = {
     "dtype": ("fp16",),
     "master_weight_dtype": ("fp16", "bf16"),
-    "optimizer": ("lion", "adafactor"),
     "prefetch_shards": ("gpu", "secondary-gpu"),
 }
 

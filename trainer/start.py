@@ -67,6 +67,7 @@ def engine_for(recipe: Recipe, settings: Settings, activations: str = "recompute
     torch.set_num_threads(recipe.threads)
     options = EngineOptions(
         dtype=recipe.dtype,
+        optimizer=recipe.optimizer,
         grad_clip_mode=recipe.grad_clip_mode,
         max_grad_norm=recipe.max_grad_norm,
         lm_head_chunk_tokens=recipe.lm_head_chunk_tokens,

@@ -29,7 +29,8 @@ from trainer.errors import NonFiniteError
 from trainer.forward import bring_in, trace_forward
 from trainer.head import HeadGradients, head_backward
 from trainer.model.stages import Stage
-from trainer.optimizers.adamw import AdamW, ShardUpdate
+from trainer.optimizers.rule import UpdateRule
+from trainer.optimizers.tiles import ShardUpdate
 from trainer.options import EngineOptions
 from trainer.prefetch import prefetch_of
 from trainer.residency import ShardReader, ShardWindow
@@ -54,7 +55,7 @@ class StepModel:
     head: Stage
     tied: bool
     options: EngineOptions
-    optimizer: AdamW
+    optimizer: UpdateRule
     device: Device
 
     def compute(self, clock: StepClock) -> Compute:

@@ -20,6 +20,7 @@ from trainer.model.initialise import fill_initial
 from trainer.model.stages import LmHead, Stage, build_stages, build_trunk
 from trainer.options import EngineOptions
 
+MOMENTS = {"exp_avg", "exp_avg_sq", "row_var", "col_var", "variance"}
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -49,12 +50,8 @@ class ResidentTrainer:
             }
             for stage in build_stages(config)
         }
-        self.optimizer = torch.optim.AdamW(
-            [p for shard in self.params.values() for p in shard.values()],
-            betas=(options.beta1, options.beta2),
-            eps=options.adam_eps,
-            weight_decay=options.weight_decay,
-            fused=True,
+        self.optimizer = optimizer_of(
+            options, [p for shard in self.params.values() for p in shard.values()]
         )
 
     def step(self, micro_batches: Sequence[np.ndarray], learning_rate: float) -> ResidentStep:
@@ -74,7 +71,7 @@ class ResidentTrainer:
             for name, parameter in shard.items():
                 found[f"params/{stage}:{name}"] = parameter.detach().cpu().numpy().copy()
                 state = self.optimizer.state[parameter]
-                for moment in ("exp_avg", "exp_avg_sq"):
+                for moment in MOMENTS & state.keys():
                     found[f"optim/{stage}:{name}.{moment}"] = state[moment].cpu().numpy().copy()
         return found
 
@@ -132,6 +129,41 @@ class ResidentTrainer:
         ]
         scales = [float(torch.clamp(limit / (each + 1e-6), max=1.0)) for each in shard_norms]
         return float(norm), min(scales)
+
+
+class ResidentLion(torch.optim.Optimizer):
+    """Lion over whole tensors, written from the paper's algorithm 2."""
+
+    def __init__(
+        self, params: list[Tensor], betas: tuple[float, float], weight_decay: float
+    ) -> None:
+        super().__init__(params, {"lr": 0.0, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                update = m.mul(beta1).add(p.grad, alpha=1.0 - beta1).sign()
+                p.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+                m.mul_(beta2).add_(p.grad, alpha=1.0 - beta2)
+
+
+def optimizer_of(options: EngineOptions, params: list[Tensor]) -> torch.optim.Optimizer:
+    """Give the resident optimizer of the options."""
+    betas = (options.beta1, options.beta2)
+    if options.optimizer == "lion":
+        return ResidentLion(params, betas, options.weight_decay)
+    if options.optimizer == "adafactor":
+        return torch.optim.Adafactor(params, weight_decay=options.weight_decay)
+    return torch.optim.AdamW(
+        params,
+        betas=betas,
+        eps=options.adam_eps,
+        weight_decay=options.weight_decay,
+        fused=True,
+    )
 
 
 def first_values(stage: Stage, seed: int) -> dict[str, Tensor]:

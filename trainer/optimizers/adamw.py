@@ -8,43 +8,22 @@ Invariant: old values are only read, new values only written; no copy of a whole
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from torch.optim.adamw import adamw
 
 from shardb import TensorSpec
 from trainer.device import Device
+from trainer.optimizers.tiles import Piece, ShardUpdate, split_by_decay, tiles
+
+__all__ = ["AdamW", "ShardUpdate"]
 
 # Four tiles (parameter, gradient, two moments) are 16 MiB: small on any device, and large enough
 # that the cost of a call, about 40 µs, is a few per cent of the work.
 TILE_ELEMENTS = 1 << 20
 STATE_NAMES = ("exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShardUpdate:
-    """One shard's old values (read only), new values (written), and what moves one to the other."""
-
-    params: Mapping[str, Tensor]
-    state: Mapping[str, Tensor]
-    new_params: Mapping[str, Tensor]
-    new_state: Mapping[str, Tensor]
-    gradients: Mapping[str, Tensor]
-    gradient_scale: float
-    learning_rate: float
-    step: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Piece:
-    """A run of elements of one tensor: sources and targets are (parameter, moment, moment)."""
-
-    sources: tuple[Tensor, ...]
-    targets: tuple[Tensor, ...]
-    gradient: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,17 +47,15 @@ class AdamW:
     def update(self, device: Device, shard: ShardUpdate) -> None:
         """Write the shard's next values; gradients are scaled in place and used up."""
         assert shard.step >= 1, "bias correction counts steps from 1"
-        decayed: list[str] = []
-        spared: list[str] = []
-        for name, gradient in shard.gradients.items():
-            spare = self.decay_matrices_only and gradient.ndim < 2
-            (spared if spare else decayed).append(name)
-        for names, weight_decay in ((decayed, self.weight_decay), (spared, 0.0)):
-            for tile in _tiles(shard, names):
+        parts = split_by_decay(
+            shard, weight_decay=self.weight_decay, matrices_only=self.decay_matrices_only
+        )
+        for names, weight_decay in parts:
+            for tile in tiles(shard, names, STATE_NAMES, TILE_ELEMENTS):
                 self._update_tile(device, shard, tile, weight_decay)
 
     def _update_tile(
-        self, device: Device, shard: ShardUpdate, tile: list[_Piece], weight_decay: float
+        self, device: Device, shard: ShardUpdate, tile: list[Piece], weight_decay: float
     ) -> None:
         sources = [t for piece in tile for t in piece.sources]
         targets = [t for piece in tile for t in piece.targets]
@@ -105,32 +82,3 @@ class AdamW:
             eps=self.eps,
         )
         device.close_tile(values, targets)
-
-
-def _tiles(shard: ShardUpdate, names: list[str]) -> Iterator[list[_Piece]]:
-    """Cut tensors into pieces and pack pieces into tiles of at most TILE_ELEMENTS."""
-    tile: list[_Piece] = []
-    room = TILE_ELEMENTS
-    for name in names:
-        for piece in _pieces(shard, name):
-            if piece.gradient.numel() > room:
-                yield tile
-                tile, room = [], TILE_ELEMENTS
-            tile.append(piece)
-            room -= piece.gradient.numel()
-    if tile:
-        yield tile
-
-
-def _pieces(shard: ShardUpdate, name: str) -> Iterator[_Piece]:
-    states = [f"{name}.{state}" for state in STATE_NAMES]
-    old = [shard.params[name], *(shard.state[state] for state in states)]
-    new = [shard.new_params[name], *(shard.new_state[state] for state in states)]
-    gradient = shard.gradients[name].view(-1)
-    for start in range(0, gradient.numel(), TILE_ELEMENTS):
-        run = slice(start, start + TILE_ELEMENTS)
-        yield _Piece(
-            sources=tuple(tensor.view(-1)[run] for tensor in old),
-            targets=tuple(tensor.view(-1)[run] for tensor in new),
-            gradient=gradient[run],
-        )
