@@ -173,7 +173,6 @@ def test_changed_training_flags_are_applied_and_listed() -> None:
     ("flag", "value"),
     [
         ("dtype", "fp16"),
-        ("optimizer", "lion"),
         ("prefetch_shards", "gpu"),
         ("master_weight_dtype", "bf16"),
         ("active_run_dir", "/somewhere"),
