@@ -27,8 +27,9 @@ from shardb.pack_threads import in_order
 LEVEL_MAX = 19
 # Tensors next to each other are packed in one way until they have this many bytes together.
 SEGMENT_BYTES_MIN = 64 << 10
-SAMPLE_BYTES = 32 << 10
-SAMPLES_MAX = 4
+SAMPLES = 4
+PIECE_BYTES_MIN = 4 << 10
+PIECE_BYTES_MAX = 32 << 10
 # A plane is compressed when its sample shrinks to this much, and a difference is taken when a
 # segment, and the object, come down to that much of the way without: less would cost time at every
 # reading, and bind two objects to each other, for nothing.
@@ -127,19 +128,16 @@ def segments_of(layout: Layout) -> list[Segment]:
 
 
 def _estimate(segment: Segment, image: Bytes, base: Bytes | None, compressors: Compressors) -> Way:
-    """Compress samples of a segment, plane by plane."""
-    plane_bytes = np.zeros(segment.item_bytes)
-    sampled_bytes = 0
-    for start, size in _samples(segment):
-        piece = image[start : start + size]
-        if base is not None:
-            piece = difference(piece, base[start : start + size])
-        sampled_bytes += size
-        for number, plane in enumerate(split(piece, segment.item_bytes)):
-            plane_bytes[number] += len(compressors.compress(plane))
-    shares = plane_bytes / (sampled_bytes / segment.item_bytes)
-    compressed = tuple(bool(share <= WORTH_COMPRESSING) for share in shares)
-    kept = sum(min(share, 1.0) if c else 1.0 for share, c in zip(shares, compressed, strict=True))
+    """Compress a sample of a segment, plane by plane."""
+    places = _samples(segment)
+    sample = np.concatenate([image[place] for place in places])
+    if base is not None:
+        others = np.concatenate([base[place] for place in places])
+        sample = difference(sample, others, segment.item_bytes)
+    planes = split(sample, segment.item_bytes)
+    shares = [len(compressors.compress(plane)) / len(plane) for plane in planes]
+    compressed = tuple(share <= WORTH_COMPRESSING for share in shares)
+    kept = sum(share if c else 1.0 for share, c in zip(shares, compressed, strict=True))
     return Way(
         segment=replace(segment, is_delta=base is not None),
         compressed=compressed,
@@ -147,16 +145,14 @@ def _estimate(segment: Segment, image: Bytes, base: Bytes | None, compressors: C
     )
 
 
-def _samples(segment: Segment) -> Iterator[tuple[int, int]]:
-    """A few pieces of whole items, spread evenly; all of a small segment."""
-    if segment.bytes <= SAMPLES_MAX * SAMPLE_BYTES:
-        yield segment.start, segment.bytes
-        return
-    items = segment.bytes // segment.item_bytes
-    for number in range(SAMPLES_MAX):
-        item = items * (2 * number + 1) // (2 * SAMPLES_MAX)
-        start = min(item * segment.item_bytes, segment.bytes - SAMPLE_BYTES)
-        yield segment.start + start, SAMPLE_BYTES
+def _samples(segment: Segment) -> list[slice]:
+    """A few pieces of whole items, spread evenly: an eighth of a segment, if that is enough."""
+    size = min(max(segment.bytes // (8 * SAMPLES), PIECE_BYTES_MIN), PIECE_BYTES_MAX) // 8 * 8
+    if segment.bytes <= SAMPLES * size:
+        return [slice(segment.start, segment.end)]
+    stride = segment.bytes // SAMPLES // 8 * 8
+    starts = range(segment.start, segment.start + SAMPLES * stride, stride)
+    return [slice(start, start + size) for start in starts]
 
 
 def packed_chunks(
@@ -177,7 +173,7 @@ def _pack_chunk(
     chunk = image[start : start + size]
     if way.segment.is_delta:
         assert base is not None
-        chunk = difference(chunk, base[start : start + size])
+        chunk = difference(chunk, base[start : start + size], way.segment.item_bytes)
     stored: list[memoryview] = []
     for plane, wanted in zip(split(chunk, way.segment.item_bytes), way.compressed, strict=True):
         packed = compressors.compress(plane) if wanted else b""

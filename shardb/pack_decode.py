@@ -20,7 +20,7 @@ from shardb.buffers import Bytes
 from shardb.errors import ObjectCorruptError
 from shardb.filesystem import FileSystem, read_exactly
 from shardb.pack_format import CHUNK_BYTES, Chunk, Header
-from shardb.pack_planes import difference, join
+from shardb.pack_planes import join, restored
 from shardb.pack_threads import in_order
 
 
@@ -124,7 +124,7 @@ class PackedContent:
             return unpacked
         if self._base is None:
             raise self._corrupt(chunk, "a difference, but the file names no base")
-        return difference(unpacked, self._base.read(chunk.start, chunk.bytes))
+        return restored(unpacked, self._base.read(chunk.start, chunk.bytes), chunk.item_bytes)
 
     def _plane(self, chunk: Chunk, stored: bytes) -> Bytes:
         if len(stored) == chunk.plane_bytes:

@@ -16,7 +16,7 @@ from shardb.layout import Layout, TensorSpec
 from shardb.layout import build as build_layout
 from shardb.pack_codec import Compressors, plan, segments_of
 from shardb.pack_format import CHUNK_BYTES, SEGMENTS_MAX, planes_at
-from shardb.pack_planes import difference, join, split
+from shardb.pack_planes import BLOCK_BYTES, difference, join, restored, split
 from shardb.pack_reading import packed_content
 from tests.support.packs import digest_of, image_of, unpacked, weights, write_object, write_pack
 
@@ -36,9 +36,33 @@ def test_are_planes_put_together_what_was_split(item_bytes: int) -> None:
     assert again.tolist() == chunk.tolist()
 
 
-def test_is_a_difference_taken_twice_what_it_was() -> None:
-    chunk, base = random_bytes(100), random_bytes(100, seed=1)
-    assert difference(difference(chunk, base), base).tolist() == chunk.tolist()
+@pytest.mark.parametrize("item_bytes", [1, 2, 4, 8])
+def test_is_a_chunk_restored_from_its_difference(item_bytes: int) -> None:
+    size = BLOCK_BYTES * 2 + 40 * item_bytes
+    chunk, base = random_bytes(size), random_bytes(size, seed=1)
+    changed = difference(chunk, base, item_bytes)
+    assert restored(changed, base, item_bytes).tolist() == chunk.tolist()
+    assert not difference(base, base, item_bytes).any()
+
+
+def test_does_every_pattern_of_sixteen_bits_come_back() -> None:
+    """Zeros of both signs, infinities, NaNs: against each other and against themselves."""
+    patterns = np.arange(1 << 16, dtype="<u2").view(np.uint8)
+    for shift in (0, 2, 2 * 0x7C00, 2 * 0x8000, 2 * 0xFFFF):
+        base = np.roll(patterns, shift)
+        assert np.array_equal(restored(difference(patterns, base, 2), base, 2), patterns)
+
+
+def test_is_the_difference_of_neighbours_small() -> None:
+    """One step up or down, for either sign and through zero, is a number below 4."""
+    values = np.array([1.0, -1.0, 1e-30, -1e-30, 2.0, -2.0], dtype=np.float32)
+    for towards in (np.inf, -np.inf):
+        moved = np.nextafter(values, np.float32(towards))
+        found = difference(moved.view(np.uint8), values.view(np.uint8), 4).view("<u4")
+        assert found.max() < 4
+    zeros = np.array([0.0, -0.0], dtype=np.float32)
+    crossed = difference(zeros.view(np.uint8), zeros[::-1].copy().view(np.uint8), 4)
+    assert crossed.view("<u4").max() < 4
 
 
 DTYPES = ["uint8", "int8", "bool", "float16", "uint16", "float32", "int64", "float64", "complex64"]
