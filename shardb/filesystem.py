@@ -226,6 +226,14 @@ def read_file(files: FileSystem, path: str, *, limit_bytes: int) -> bytes:
     return data
 
 
+def list_if_there(files: FileSystem, path: str) -> list[str]:
+    """The names in a directory; none where there is no such directory."""
+    try:
+        return files.list(path)
+    except FileNotFoundError:
+        return []
+
+
 @contextmanager
 def opened(files: FileSystem, path: str, flags: int) -> Iterator[int]:
     """Open for the length of a block."""

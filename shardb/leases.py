@@ -26,6 +26,7 @@ from shardb.filesystem import (
     WRITE,
     FileSystem,
     close_quietly,
+    list_if_there,
     opened,
     write_all,
 )
@@ -127,7 +128,8 @@ class Leases:
         return found
 
     def _names(self) -> list[str]:
-        return [n for n in self._files.list(self.directory) if LEASE_PATTERN.match(n)]
+        names = list_if_there(self._files, self.directory)
+        return [name for name in names if LEASE_PATTERN.match(name)]
 
     def _is_alive(self, name: str) -> bool:
         """Whether somebody holds a lease; one that cannot be asked counts as held."""

@@ -18,7 +18,16 @@ from contextlib import contextmanager
 from typing import Any
 
 from shardb.errors import BranchLockedError
-from shardb.filesystem import CREATE, READ, WRITE, FileSystem, close_quietly, opened, write_all
+from shardb.filesystem import (
+    CREATE,
+    READ,
+    WRITE,
+    FileSystem,
+    close_quietly,
+    list_if_there,
+    opened,
+    write_all,
+)
 from shardb.objects import branch_token
 
 TAKE_ATTEMPTS = 5
@@ -111,7 +120,7 @@ class Locks:
     def writers(self) -> list[dict[str, Any]]:
         """Branches that somebody writes to now, with the owners, for people."""
         found: list[dict[str, Any]] = []
-        for name in self._files.list(self.directory):
+        for name in list_if_there(self._files, self.directory):
             if not name.startswith("branch-"):
                 continue
             with opened(self._files, f"{self.directory}/{name}", READ) as file:

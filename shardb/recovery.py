@@ -21,7 +21,7 @@ from shardb import records, state
 from shardb.errors import LogTruncatedError
 from shardb.frames import Frame
 from shardb.index import Index, applied_position, put_applied_position
-from shardb.log import START, Log, Position, Scan
+from shardb.log import START, Log, Position, Scan, TornTail
 from shardb.state import Tables
 
 
@@ -57,11 +57,11 @@ def catch_up(log: Log, index: Index, report: RecoveryReport, *, whole: bool) -> 
     Raises LogDamagedError or LogTruncatedError when the log is not what the index has seen.
     """
     applied = index.read(applied_position)
-    scan, start = _scan_end(log, applied, whole=whole)
-    sequence = int(scan.path.rpartition("/")[2].split(".")[0])
+    scan, start = read_end(log, applied, whole=whole)
+    sequence = sequence_of(scan)
     end = _end_of(scan, sequence, start)
     if scan.torn is not None:
-        _cut_torn_tail(log, scan, applied, sequence, report)
+        _cut_torn_tail(log, scan.torn, report)
     new = [frame for frame in scan.frames if frame.lsn > applied.lsn]
     if sequence > applied.sequence:
         log.sync_directory()  # whoever began this segment may have died before that
@@ -72,8 +72,17 @@ def catch_up(log: Log, index: Index, report: RecoveryReport, *, whole: bool) -> 
     return end
 
 
-def _scan_end(log: Log, applied: Position, *, whole: bool) -> tuple[Scan, Position]:
-    """Scan the last segment; check that it holds, or continues, what the index has applied."""
+def sequence_of(scan: Scan) -> int:
+    """The segment that was scanned."""
+    return int(scan.path.rpartition("/")[2].split(".")[0])
+
+
+def read_end(log: Log, applied: Position, *, whole: bool) -> tuple[Scan, Position]:
+    """Scan the last segment; check that it holds, or continues, what the index has applied.
+
+    Changes nothing: a torn tail is told in the scan. Returns it and where it began. Raises
+    LogDamagedError or LogTruncatedError.
+    """
     sequences = log.sequences()
     if not sequences or sequences[-1] < applied.sequence:
         raise LogTruncatedError(
@@ -102,6 +111,12 @@ def _scan_end(log: Log, applied: Position, *, whole: bool) -> tuple[Scan, Positi
         _check_witness(scan, applied)
     if start is START:
         _check_beginning(scan, applied, last)
+    if scan.torn is not None and last == applied.sequence and applied.offset > scan.torn.offset:
+        raise LogTruncatedError(
+            f"{path}: the record at offset {scan.torn.offset} is damaged, and the index has "
+            "applied it: this is no unfinished write. Run `shardb fsck`, then `shardb repair`",
+            path=path,
+        )
     return scan, start
 
 
@@ -138,17 +153,7 @@ def _check_witness(scan: Scan, applied: Position) -> None:
     )
 
 
-def _cut_torn_tail(
-    log: Log, scan: Scan, applied: Position, sequence: int, report: RecoveryReport
-) -> None:
-    torn = scan.torn
-    assert torn is not None
-    if applied.sequence == sequence and applied.offset > torn.offset:
-        raise LogTruncatedError(
-            f"{torn.path}: the record at offset {torn.offset} is damaged, and the index has "
-            "applied it: this is no unfinished write. Run `shardb fsck`, then `shardb repair`",
-            path=torn.path,
-        )
+def _cut_torn_tail(log: Log, torn: TornTail, report: RecoveryReport) -> None:
     log.cut(torn)
     report.dropped.append(
         {

@@ -31,6 +31,7 @@ from shardb.layout import check_name
 from shardb.leases import Lease, Leases
 from shardb.locks import Locks
 from shardb.log import Log
+from shardb.looking import Looking
 from shardb.mapped import MappedPool
 from shardb.objects import ObjectFiles, StagedObject
 from shardb.pack_reading import PackedObjects
@@ -46,7 +47,7 @@ from shardb.writer import BackgroundWriter
 LEASE_ATTEMPTS = 100
 
 
-class Store:
+class Store(Looking):
     """An open store; make one with `shardb.open`, close it or use it as a context manager."""
 
     def __init__(
@@ -96,27 +97,6 @@ class Store:
         return PackedObjects(self.files, self.objects.directory, pool, cache)
 
     # Looking
-
-    def branches(self) -> dict[str, Commit]:
-        """Branch names and the commits they point to."""
-        return self.index.read(refs.branch_heads)
-
-    def snapshots(self) -> dict[str, Commit]:
-        """Snapshot names and the commits they pin."""
-        return self.index.read(refs.snapshot_commits)
-
-    def commits(self) -> list[Commit]:
-        """Every retained commit, oldest first."""
-        return self.index.read(refs.live_commits)
-
-    def resolve(self, ref: str | None = None) -> Commit:
-        """The retained commit that `ref` names (see `shardb.refs`), or NotFoundError."""
-        return self.index.read(lambda tables: refs.resolve(tables, ref))
-
-    def durable_step(self, branch: str = DEFAULT_BRANCH) -> int | None:
-        """The newest step of a branch that survives power loss; None before the first commit."""
-        head = self.branches().get(branch)
-        return head.step if head else None
 
     def history(self) -> Iterator[Record]:
         """Every record of the log that is still there in raw form, oldest first."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import shardb
 from shardb.branching import policy_of
 from shardb.cli.places import JsonOption, NetworkOption, StoreArgument, store_path
 from shardb.cli.printing import in_bytes, in_local_time, plain, print_json
-from shardb.filesystem import FileSystem
-from shardb.store import Store
+from shardb.filesystem import FileSystem, list_if_there
+from shardb.looking import Looking
+from shardb.read_only import open_to_look
 
 PARTS = ("objects", "spare", "wal", "index")
 
@@ -27,7 +27,7 @@ def info(
 
     It changes nothing that is committed; an interrupt leaves nothing behind.
     """
-    with shardb.open(store_path(store), allow_network=allow_network) as opened:
+    with open_to_look(store_path(store), allow_network=allow_network) as opened:
         found = describe(opened)
     if json:
         print_json(found)
@@ -35,7 +35,7 @@ def info(
         _print_text(found)
 
 
-def describe(store: Store) -> dict[str, Any]:
+def describe(store: Looking) -> dict[str, Any]:
     """Everything that `info` prints."""
     commits = store.commits()
     objects = {e.digest: e.bytes for commit in commits for e in commit.shards.values()}
@@ -73,7 +73,7 @@ def describe(store: Store) -> dict[str, Any]:
 def _directory_bytes(files: FileSystem, directory: str) -> int:
     """Bytes allocated to the files of a directory; files that vanish meanwhile do not count."""
     total_bytes = 0
-    for name in files.list(directory):
+    for name in list_if_there(files, directory):
         try:
             total_bytes += files.status(f"{directory}/{name}").allocated_bytes
         except FileNotFoundError:

@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import typer
 
-import shardb
 from shardb.cli.places import JsonOption, NetworkOption, StoreArgument, split_store
 from shardb.cli.printing import (
     compact_json,
@@ -16,8 +15,10 @@ from shardb.cli.printing import (
     print_json,
     print_table,
 )
+from shardb.looking import Looking
+from shardb.read_only import open_to_look
+from shardb.read_view import CommitView
 from shardb.records import Commit
-from shardb.store import Store
 
 Ref = Annotated[
     str | None,
@@ -51,7 +52,7 @@ def show(
     It changes nothing that is committed; an interrupt leaves nothing behind.
     """
     root, ref = split_store(store, ref)
-    with shardb.open(root, allow_network=allow_network) as opened:
+    with open_to_look(root, allow_network=allow_network) as opened:
         found = describe(opened, opened.resolve(ref))
     if json:
         print_json(found)
@@ -78,7 +79,7 @@ def ls(
     """
     root, ref = split_store(store, ref)
     with (
-        shardb.open(root, verify=False, allow_network=allow_network) as opened,
+        open_to_look(root, verify=False, allow_network=allow_network) as opened,
         opened.at(ref=ref) as view,
     ):
         listed = [
@@ -96,7 +97,7 @@ def ls(
             print(f"    {name:<36}  {spec['dtype']:<5} {spec['shape']}")
 
 
-def describe(store: Store, commit: Commit) -> dict[str, Any]:
+def describe(store: Looking, commit: Commit) -> dict[str, Any]:
     """Everything that `show` prints."""
     pinned = [name for name, c in store.snapshots().items() if c.id == commit.id]
     return {
@@ -125,7 +126,7 @@ def shard_json(commit: Commit, name: str) -> dict[str, Any]:
     }
 
 
-def tensors_of(view: shardb.ReadView, name: str) -> dict[str, dict[str, Any]]:
+def tensors_of(view: CommitView, name: str) -> dict[str, dict[str, Any]]:
     """Data types and shapes of a shard's tensors, from the object's header."""
     return {
         tensor: {"dtype": spec.dtype, "shape": list(spec.shape)}

@@ -12,6 +12,7 @@ from shardb.cli.places import JsonOption, NetworkOption, StoreArgument, split_st
 from shardb.cli.printing import in_local_time, print_json, print_table
 from shardb.errors import CorruptionError, UsageError
 from shardb.fsck_objects import check_object
+from shardb.read_only import open_to_look
 
 
 def snapshot(
@@ -97,7 +98,7 @@ def snapshots(
 
     It changes nothing that is committed; an interrupt leaves nothing behind.
     """
-    with shardb.open(store_path(store), allow_network=allow_network) as opened:
+    with open_to_look(store_path(store), allow_network=allow_network) as opened:
         found: list[dict[str, Any]] = [
             {"snapshot": name, "step": commit.step, "commit": commit.id, "time": commit.time}
             for name, commit in opened.snapshots().items()
