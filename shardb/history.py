@@ -102,15 +102,16 @@ def read_newest(log: Log) -> tuple[list[int], bytes | None]:
 
 
 def read_log(
-    log: Log, sequences: list[int], *, last: bytes | None = None
+    log: Log, sequences: list[int], *, last: bytes | None = None, first: int = 1
 ) -> Iterator[LogEntry | LogFault]:
     """Every record of the given segments in order, and every fault where it stands.
 
-    `last` is the content of the last segment where the caller has read it already.
+    `last` is the content of the last segment where the caller has read it already; `first` the
+    segment from which on they should be there.
     """
     previous: Frame | None = None
     for position, sequence in enumerate(sequences):
-        before = sequences[position - 1] if position else 0
+        before = sequences[position - 1] if position else first - 1
         for lost in range(before + 1, sequence):
             yield _fault(
                 log,

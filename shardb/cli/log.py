@@ -2,55 +2,42 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+import json as json_text
+import re
+import sys
+import time
+from collections.abc import Sequence
+from datetime import datetime
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
+from shardb import refs
 from shardb.cli.places import JsonOption, StoreArgument, store_path
-from shardb.cli.printing import (
-    in_bytes,
-    in_local_time,
-    number,
-    print_json,
-    print_table,
-    warn,
-)
-from shardb.errors import FormatError, LogDamagedError
-from shardb.filesystem import FileSystem, RealFileSystem
-from shardb.format import read_format
-from shardb.history import LogEntry, LogFault, quiet_log, read_log, read_newest
-from shardb.log import Log
-from shardb.records import Commit, Record
-from shardb.transfer_lineage import PastStep
+from shardb.cli.plotting import draw
+from shardb.cli.printing import in_bytes, in_local_time, number, plain, print_table, warn
+from shardb.errors import NotFoundError, UsageError
+from shardb.filesystem import RealFileSystem
+from shardb.timeline import Row, Span, metric_names, read_timeline
 
-
-@dataclass(kw_only=True)
-class Row:
-    """A commit as the log tells it; `bytes` are those of the shards that this step wrote."""
-
-    commit: str
-    step: int
-    time: float
-    branch: str
-    parent: str | None
-    bytes: int
-    metrics: dict[str, Any]
-    notes: list[str] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "commit": self.commit,
-            "step": self.step,
-            "time": self.time,
-            "metrics": self.metrics,
-            "branch": self.branch,
-            "parent": self.parent,
-            "bytes": self.bytes,
-            "notes": self.notes,
-        }
+# Headings of the usual columns and the metrics that fill them.
+COLUMNS = {
+    "loss": ("loss", ".4f"),
+    "validation": ("validation_loss", ".4f"),
+    "rate": ("learning_rate", ".3g"),
+    "tokens": ("tokens_seen", ".4f"),
+}
+PLOTTED = ("loss", "validation_loss")
+AGO = re.compile(r"^(\d+(?:\.\d+)?)([smhdw])$")
+UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+STEP = re.compile(r"^(?:step-)?(\d{1,18})$")
+EVENTS = {
+    "rewind": ("r", "rewound"),
+    "branch": ("b", "branch"),
+    "recipe": ("c", "recipe changed"),
+    "snapshot": ("s", "snapshot"),
+}
 
 
 def log(
@@ -58,195 +45,163 @@ def log(
     limit: Annotated[
         int | None, typer.Option("--limit", metavar="N", min=1, help="Only the last N commits.")
     ] = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option("--metric", metavar="NAME", help="Show this metric; may be repeated."),
+    ] = None,
+    since: Annotated[
+        str | None,
+        typer.Option("--since", metavar="STEP|TIME", help="From a step, a time, or 2h ago on."),
+    ] = None,
+    plot: Annotated[
+        bool, typer.Option("--plot", help="Draw the loss, or each --metric, over the steps.")
+    ] = False,
     json: JsonOption = False,
 ) -> int:
     """Tell every step that was committed, the newest last: loss, learning rate, tokens, bytes.
 
     The log is the store's audit trail: it also holds steps whose weights were given back long ago,
-    and those that a published commit brought along. Snapshots, changes of the recipe and rewinds
-    are noted at the commit they belong to.
+    and those that a published commit brought along. Snapshots, branches, changes of the recipe and
+    rewinds are noted at the commit they belong to; steps that no branch comes from any more are
+    marked as left behind.
 
     \b
     Examples:
       shardb log run
       shardb log run --limit 20
+      shardb log run --since step-3000 --metric grad_norm --metric tokens_per_second
+      shardb log run --since 2h                also 30m, 3d, 2026-11-29, "2026-11-29 14:00"
+      shardb log run --plot
       shardb log run --json
 
-    It only reads, and opens nothing: it works beside a live run and on a damaged store. Where a
-    part of the log is damaged it says so on standard error, tells the rest, and exits 1.
-    An interrupt leaves nothing behind.
+    It only reads, and opens nothing: it works beside a live run, on a read-only disk and on a
+    damaged store. Where a part of the log is damaged it says so on standard error, tells the rest,
+    and exits 1. An interrupt leaves nothing behind.
     """
+    if plot and json:
+        raise UsageError("--plot draws for people and --json is for scripts; give one of them")
     root = store_path(store)
-    files = RealFileSystem()
-    history = read_history(files, root, limit=limit)
-    for fault in history.faults:
+    timeline = read_timeline(RealFileSystem(), root, _span(limit, since))
+    for fault in timeline.faults:
         warn(fault)
+    rows, metrics = timeline.rows, _known(metric or [], timeline.rows)
     if json:
-        print_json([row.to_json() for row in history.rows])
-    elif history.rows:
-        _print_text(history.rows)
+        _print_json(rows, metrics)
+    elif not rows:
+        print(f"{root}: no commit{' there' if since else ' yet'}")
+    elif plot:
+        _print_plots(rows, metrics)
     else:
-        print(f"{root}: no commit yet")
-    return 1 if history.faults else 0
+        _print_text(rows, metrics)
+    return 1 if timeline.faults else 0
 
 
-@dataclass(kw_only=True)
-class History:
-    """The commits of a log, oldest first, and where it is damaged."""
-
-    rows: list[Row]
-    faults: list[str]
-
-
-def read_history(files: FileSystem, root: str, *, limit: int | None) -> History:
-    """Read the whole log of a store; NotFoundError where there is none."""
-    faults = []
+def _span(limit: int | None, since: str | None) -> Span:
+    if since is None:
+        return Span(count=limit)
+    if match := STEP.match(since):
+        return Span(count=limit, step=int(match.group(1)))
+    if match := AGO.match(since):
+        ago_seconds = float(match.group(1)) * UNIT_SECONDS[match.group(2)]
+        return Span(count=limit, time=time.time() - ago_seconds)
     try:
-        read_format(files, root)
-    except FormatError as error:
-        faults.append(error.message)
-    wal = Log(files, f"{root}/wal")
-    with quiet_log(files, root):
-        sequences, last = read_newest(wal)
-    told = _Telling(limit)
-    for item in read_log(wal, sequences, last=last):
-        if isinstance(item, LogEntry):
-            told.meet(item.record)
-        elif not _is_unfinished(item, sequences):
-            faults.append(_fault_text(item))
-    return History(rows=list(told.rows), faults=[*faults, *told.faults])
+        return Span(count=limit, time=datetime.fromisoformat(since).timestamp())
+    except (ValueError, OverflowError, OSError) as error:
+        raise UsageError(
+            f"--since {since!r}: give a step (3000), how long ago (30m, 2h, 3d) or a time "
+            "(2026-11-29, '2026-11-29 14:00')"
+        ) from error
 
 
-class _Telling:
-    """Turns records into rows."""
-
-    def __init__(self, limit: int | None) -> None:
-        self.rows: deque[Row] = deque(maxlen=limit)
-        self.seen: set[str] = set()
-        self.faults: list[str] = []
-
-    def meet(self, record: Record) -> None:
-        try:
-            self._meet(record)
-        except (KeyError, TypeError, AttributeError, LogDamagedError) as error:
-            self.faults.append(f"log record {record.get('id')}: {error}")
-
-    def _meet(self, record: Record) -> None:
-        kind = record["kind"]
-        if kind == "commit":
-            self._meet_commit(record)
-        elif kind == "checkpoint":
-            # The commits it repeats are known, unless the segments that told them are damaged.
-            commits = sorted(record["state"]["commits"].values(), key=lambda c: c["time"])
-            for commit in commits:
-                if commit["id"] not in self.seen:
-                    self._add(commit)
-        elif kind == "snapshot":
-            if (received := record.get("received")) and received["id"] not in self.seen:
-                self._add(received)
-            self._note(record["commit"], f"snapshot {record['name']}")
-        elif kind == "delete":
-            self._note_last(f"deleted {record['what']} {record['name']}")
-        elif kind == "branch":
-            self._note(record["commit"], f"branch {record['name']}")
-        elif kind == "rewind":
-            self._note_last(f"then rewound {record['branch']} to {record['to']}")
-        elif kind == "policy":
-            self._note_last(f"retention {record['policy']}")
-
-    def _meet_commit(self, record: Record) -> None:
-        """A commit that was copied to another branch before is told once, with the steps before."""
-        for entry in record.get("rolled_up") or []:
-            self._add_past(PastStep.from_record(entry))
-        if record["id"] in self.seen:
-            self._note(record["id"], f"branch {record['branch']}")
-        else:
-            self._add(record)
-
-    def _add(self, record: Record) -> None:
-        commit = Commit.from_record(record)
-        self.seen.add(commit.id)
-        changes = commit.metrics.get("recipe_changes")
-        written = {e.digest: e.bytes for e in commit.shards.values() if e.step == commit.step}
-        self.rows.append(
-            Row(
-                commit=commit.id,
-                step=commit.step,
-                time=commit.time,
-                branch=commit.branch,
-                parent=commit.parent,
-                bytes=sum(written.values()),
-                metrics=dict(commit.metrics),
-                notes=list(_change_notes(changes)),
-            )
-        )
-
-    def _add_past(self, step: PastStep) -> None:
-        """Tell a step that a copied commit brought along; its weights never were in this store."""
-        if step.commit in self.seen:
-            return
-        self.seen.add(step.commit)
-        self.rows.append(
-            Row(
-                commit=step.commit,
-                step=step.step,
-                time=step.time,
-                branch=step.branch,
-                parent=step.parent,
-                bytes=step.bytes,
-                metrics=dict(step.metrics),
-                notes=list(_change_notes(step.metrics.get("recipe_changes"))),
-            )
-        )
-
-    def _note(self, commit: str, note: str) -> None:
-        for row in reversed(self.rows):
-            if row.commit == commit:
-                row.notes.append(note)
-                return
-
-    def _note_last(self, note: str) -> None:
-        if self.rows:
-            self.rows[-1].notes.append(note)
+def _known(wanted: Sequence[str], rows: Sequence[Row]) -> list[str]:
+    """The metrics that are wanted; NotFoundError for one that no commit here has."""
+    if wanted and rows:
+        known = metric_names(rows)
+        for name in wanted:
+            if name not in known:
+                raise NotFoundError(refs.no_such("metric", name, known))
+    return list(wanted)
 
 
-def _change_notes(changes: Any) -> Iterator[str]:
-    """What a run changed in its recipe: name to a pair of old and new value."""
-    if not isinstance(changes, dict):
-        return
-    for name, pair in changes.items():
-        is_pair = isinstance(pair, list) and len(pair) == 2
-        yield f"{name} {pair[0]} -> {pair[1]}" if is_pair else f"{name} changed"
+# For scripts
 
 
-def _is_unfinished(fault: LogFault, sequences: list[int]) -> bool:
-    """Whether it is only the torn end of the last segment, which the next opening cuts."""
-    return fault.kind == "tail" and fault.sequence == sequences[-1]
+def _print_json(rows: Sequence[Row], metrics: Sequence[str]) -> None:
+    """One document, one commit a line: `plain` and indentation would double the time."""
+    lines = []
+    for row in rows:
+        told = row.to_json()
+        if metrics:
+            told["metrics"] = {name: row.metrics.get(name) for name in metrics}
+        lines.append(_one_line(told))
+    print("[" + ",\n ".join(lines) + "]", flush=True)
 
 
-def _fault_text(fault: LogFault) -> str:
-    return (
-        f"{fault.path}: offset {fault.offset}: expected {fault.expected}, found {fault.found}; "
-        "`shardb fsck` says more"
-    )
+def _one_line(told: dict[str, Any]) -> str:
+    try:
+        return json_text.dumps(told, allow_nan=False)
+    except (ValueError, TypeError):
+        return json_text.dumps(plain(told), allow_nan=False)
 
 
-def _print_text(rows: Iterable[Row]) -> None:
-    rows = list(rows)
-    branches = {row.branch for row in rows}
-    many = len(branches) > 1
-    headings = ("step", "loss", "validation", "rate", "tokens", "bytes", "time", "notes")
+# For people
+
+
+def _print_text(rows: Sequence[Row], metrics: Sequence[str]) -> None:
+    many = len({row.branch for row in rows}) > 1
+    shown = {name: (name, ".6g") for name in metrics} or COLUMNS
     table = [
         (
             str(row.step),
-            number(row.metrics.get("loss")),
-            number(row.metrics.get("validation_loss")),
-            number(row.metrics.get("learning_rate"), ".3g"),
-            number(row.metrics.get("tokens_seen")),
+            *[number(row.metrics.get(name), digits) for name, digits in shown.values()],
             in_bytes(row.bytes),
             in_local_time(row.time),
             "; ".join([f"branch {row.branch}"] * many + row.notes),
         )
         for row in rows
     ]
-    print_table(headings, table, left=0)
+    print_table(("step", *shown, "bytes", "time", "notes"), table, left=0)
+
+
+def _print_plots(rows: Sequence[Row], metrics: Sequence[str]) -> None:
+    """The usual curves in one plot, or one plot for each metric that was asked for."""
+    console = Console()
+    there = {name for name in PLOTTED if any(name in row.metrics for row in rows)}
+    wanted = [[name] for name in metrics] or [[name for name in PLOTTED if name in there]]
+    kept = [row for row in rows if not row.is_left]
+    events = [
+        (float(row.step), EVENTS[kind][0])
+        for row in rows
+        for kind, _ in row.events
+        if kind in EVENTS
+    ]
+    drawn = False
+    for names in wanted:
+        lines = draw(
+            {name: _points(kept, name) for name in names},
+            width=console.width,
+            events=events,
+            braille="utf" in (sys.stdout.encoding or "").lower(),
+        )
+        drawn = drawn or bool(lines)
+        print("\n".join(lines) if lines else f"no number to draw of {', '.join(names) or 'loss'}")
+    if drawn:
+        _print_legend(rows, events)
+
+
+def _points(rows: Sequence[Row], name: str) -> list[tuple[float, float]]:
+    values = ((row.step, row.metrics.get(name)) for row in rows)
+    return [
+        (float(step), float(value))
+        for step, value in values
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    ]
+
+
+def _print_legend(rows: Sequence[Row], events: Sequence[tuple[float, str]]) -> None:
+    letters = {letter for _, letter in events}
+    told = [f"{letter} {text}" for letter, text in EVENTS.values() if letter in letters]
+    left = sum(row.is_left for row in rows)
+    if left:
+        told.append(f"not drawn: {left} left behind")
+    print("; ".join([f"steps {rows[0].step} to {rows[-1].step}", *told]))

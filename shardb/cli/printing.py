@@ -12,6 +12,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+STEPS_SHOWN_MAX = 12
+
 
 def print_json(value: Any) -> None:
     """Print one JSON document. What JSON cannot hold comes out as null (numbers) or hex (bytes)."""
@@ -75,3 +77,10 @@ def number(value: Any, digits: str = ".4f") -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ""
     return f"{value:,}" if isinstance(value, int) else format(value, digits)
+
+
+def steps_text(steps: Sequence[int]) -> str:
+    """Steps as people name them: each of a few, or how many there are."""
+    if len(steps) > STEPS_SHOWN_MAX:
+        return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
+    return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
