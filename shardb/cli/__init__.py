@@ -18,6 +18,7 @@ import typer
 
 import shardb
 from shardb.cli import (
+    branch,
     clone,
     fsck,
     gc,
@@ -25,8 +26,11 @@ from shardb.cli import (
     init,
     log,
     pack,
+    policy,
     publish,
     recover,
+    rewind,
+    rm,
     show,
     snapshot,
     transfer,
@@ -41,6 +45,11 @@ VERBS: dict[str, Callable[..., Any]] = {
     "show": show.show,
     "snapshot": snapshot.snapshot,
     "snapshots": snapshot.snapshots,
+    "branch": branch.branch,
+    "branches": branch.branches,
+    "rewind": rewind.rewind,
+    "rm": rm.rm,
+    "policy": policy.policy,
     "recover": recover.recover,
     "fsck": fsck.fsck,
     "gc": gc.gc,
