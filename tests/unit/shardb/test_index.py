@@ -237,3 +237,16 @@ def test_are_slots_of_dead_readers_given_back(directory: str) -> None:
     assert get(index, "key") is None
     assert index._environment.reader_check() == 0
     index.close()
+
+
+def test_may_an_index_be_opened_again_after_it_could_not_be(
+    directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library would believe for ever that this process has it open."""
+    monkeypatch.setattr(index_module, "TABLES", (*TABLES, "x" * 600))
+    with pytest.raises(StorageFailedError, match="index"):
+        Index(RealFileSystem(), directory)
+    monkeypatch.undo()
+    index = Index(RealFileSystem(), directory)
+    assert get(index, "key") is None
+    index.close()

@@ -164,3 +164,15 @@ def test_is_one_that_opens_the_index_alone_alone(first: Locks, second: Locks) ->
 
 def test_is_the_wait_for_a_writer_bounded() -> None:
     assert locks_module.TAKE_ATTEMPTS * locks_module.TAKE_PAUSE_SECONDS < 1
+
+
+def test_are_all_writers_named_for_people(first: Locks, second: Locks, directory: Path) -> None:
+    first.take_branch("main")
+    second.take_branch("runs/warm")
+    second.take_branch("gone")
+    second.release_branch("gone")
+    (directory / "locks" / "branch-main").write_bytes(b"[]")
+    found = {writer.pop("branch"): writer for writer in first.writers()}
+    assert set(found) == {"main", "runs/warm"}
+    assert found["main"] == {}
+    assert found["runs/warm"]["pid"] == os.getpid()

@@ -306,3 +306,15 @@ def test_have_branches_file_names_of_their_own() -> None:
     tokens = {branch_token(branch) for branch in branches}
     assert len(tokens) == len(branches)
     assert all("/" not in token for token in tokens)
+
+
+def test_is_a_spare_file_that_is_longer_than_its_name_says_not_used(store: ObjectFiles) -> None:
+    """The bytes behind the image would be part of the object."""
+    staged = committed(store, 1)
+    store.retire(retired(staged))
+    [name] = os.listdir(store.spare_directory)
+    with open(f"{store.spare_directory}/{name}", "ab") as file:
+        file.write(b"x")
+    again = committed(store, 2)
+    assert os.path.getsize(store.path(again.digest)) == again.bytes
+    assert spare(store) == []
