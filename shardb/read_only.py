@@ -191,9 +191,10 @@ class ReadOnlyStore(Looking):
 class UnleasedView(CommitView):
     """One commit of a store that is only looked at."""
 
+    _store: ReadOnlyStore
+
     def __init__(self, store: ReadOnlyStore, commit: Commit) -> None:
         super().__init__(store, commit)
-        self._store = store
 
     def __exit__(
         self,

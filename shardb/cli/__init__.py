@@ -19,7 +19,9 @@ import typer
 import shardb
 from shardb.cli import (
     branch,
+    cat,
     clone,
+    diff,
     fsck,
     gc,
     info,
@@ -43,6 +45,8 @@ VERBS: dict[str, Callable[..., Any]] = {
     "log": log.log,
     "ls": show.ls,
     "show": show.show,
+    "cat": cat.cat,
+    "diff": diff.diff,
     "snapshot": snapshot.snapshot,
     "snapshots": snapshot.snapshots,
     "branch": branch.branch,

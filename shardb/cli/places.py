@@ -9,11 +9,12 @@ spelling of the argument.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
-from shardb.errors import NotFoundError
+from shardb.errors import NotFoundError, UsageError
 from shardb.filesystem import RealFileSystem
 from shardb.format import format_path
 
@@ -69,7 +70,29 @@ def split_store(first: str | None, second: str | None) -> tuple[str, str | None]
     try:
         return store_path(None), first
     except NotFoundError as error:
-        raise NotFoundError(
-            f"{first}: there is no store here, and no other one is named: give its directory "
-            f"first, set ${VARIABLE}, or change into a store"
-        ) from error
+        raise _no_store_at(first) from error
+
+
+def split_words(words: Sequence[str] | None, expected: str, *, most: int) -> tuple[str, list[str]]:
+    """Split [STORE] and up to `most` more words; the first is the store if there is one at it.
+
+    With all of them given it is the store in any case. UsageError when there are more.
+    """
+    given = list(words or [])
+    if len(given) > most + 1:
+        raise UsageError(f"too many arguments: {' '.join(given)!r}; expected {expected}")
+    if given and (len(given) == most + 1 or looks_like_store(given[0])):
+        return os.path.abspath(given[0]), given[1:]
+    try:
+        return store_path(None), given
+    except NotFoundError as error:
+        if not given:
+            raise
+        raise _no_store_at(given[0]) from error
+
+
+def _no_store_at(word: str) -> NotFoundError:
+    return NotFoundError(
+        f"{word}: there is no store here, and no other one is named: give its directory first, set "
+        f"${VARIABLE}, or change into a store"
+    )
