@@ -74,7 +74,7 @@ def patched(path: Path, offset: int, value: bytes, *, sign: bool = True) -> None
     path.write_bytes(signed(data) if sign else data)
 
 
-def refused(
+def check_refused(
     path: Path, match: str = "packed form", kind: type[CorruptionError] = ObjectCorruptError
 ) -> None:
     with pytest.raises(kind, match=match) as caught:
@@ -104,12 +104,12 @@ def test_is_a_file_cut_anywhere_refused(packed: Path) -> None:
     data = packed.read_bytes()
     for length in [*range(140), *np.linspace(140, len(data) - 1, 40).astype(int)]:
         packed.write_bytes(data[:length])
-        refused(packed)
+        check_refused(packed)
 
 
 def test_are_bytes_behind_the_end_refused(packed: Path) -> None:
     packed.write_bytes(packed.read_bytes() + b"x")
-    refused(packed, "its planes end at byte")
+    check_refused(packed, "its planes end at byte")
 
 
 @pytest.mark.parametrize(
@@ -136,17 +136,17 @@ def test_is_a_header_that_cannot_be_refused(
     packed: Path, offset: int, value: bytes, match: str
 ) -> None:
     patched(packed, offset, value, sign=False)
-    refused(packed, match)
+    check_refused(packed, match)
 
 
 def test_is_a_newer_version_told_apart_from_damage(packed: Path) -> None:
     patched(packed, 8, b"\2\0")
-    refused(packed, "newer than this program", kind=FormatError)
+    check_refused(packed, "newer than this program", kind=FormatError)
 
 
 def test_is_a_header_of_another_checksum_refused(packed: Path) -> None:
     patched(packed, 24, bytes(8), sign=False)
-    refused(packed, "checksum")
+    check_refused(packed, "checksum")
 
 
 def lengths_at(path: Path) -> int:
@@ -156,7 +156,7 @@ def lengths_at(path: Path) -> int:
 @pytest.mark.parametrize("length", [0, 1 << 20, (1 << 32) - 1])
 def test_is_a_plane_of_impossible_length_refused(packed: Path, length: int) -> None:
     patched(packed, lengths_at(packed), struct.pack("<I", length))
-    refused(packed, "longer than it is, or not at all")
+    check_refused(packed, "longer than it is, or not at all")
 
 
 def replace_first_plane(path: Path, make: Callable[[bytes], bytes]) -> None:
@@ -209,19 +209,19 @@ def test_is_a_frame_refused_that_is_not_the_plane(
     packed: Path, make: Callable[[bytes], bytes]
 ) -> None:
     replace_first_plane(packed, make)
-    refused(packed, "damaged")
+    check_refused(packed, "damaged")
 
 
 def test_is_another_plane_of_the_right_length_refused(packed: Path) -> None:
     """What no header can tell is told by the digest of what comes out."""
     replace_first_plane(packed, lambda _: zstandard.compress(bytes([1]) * 4096))
-    refused(packed, "unpacked, the bytes have digest")
+    check_refused(packed, "unpacked, the bytes have digest")
 
 
 def test_is_another_base_of_the_right_size_refused(packed: Path) -> None:
     other = image_of(weights(0, drift=0.3))[1]
     patched(packed, 48, bytes.fromhex(write_object(packed.parent, other)))
-    refused(packed, "or its base")
+    check_refused(packed, "or its base")
 
 
 def test_is_a_damaged_base_refused(packed: Path) -> None:
@@ -229,7 +229,7 @@ def test_is_a_damaged_base_refused(packed: Path) -> None:
     data = bytearray(base.read_bytes())
     data[5000] ^= 1
     base.write_bytes(data)
-    refused(packed, "or its base")
+    check_refused(packed, "or its base")
 
 
 def test_is_a_base_cut_short_refused(packed: Path) -> None:
@@ -241,12 +241,12 @@ def test_is_a_base_cut_short_refused(packed: Path) -> None:
 
 def test_is_a_missing_base_named(packed: Path) -> None:
     (packed.parent / f"{digest_of(BASE)}.safetensors").unlink()
-    refused(packed, digest_of(BASE), kind=ObjectMissingError)
+    check_refused(packed, digest_of(BASE), kind=ObjectMissingError)
 
 
 def test_is_a_difference_without_a_base_refused(packed: Path) -> None:
     patched(packed, 48, bytes(16))
-    refused(packed, "names no base")
+    check_refused(packed, "names no base")
 
 
 def chain(directory: Path, length: int) -> tuple[str, int]:
