@@ -1,0 +1,107 @@
+"""What this machine can do at most, measured, and how near to it a step comes.
+
+Owns two short measurements, made once a machine and kept beside the step log: the rate of large
+matrix products in the run's dtype, and the rate of copying memory. From them follows the shortest
+time in which a step's arithmetic could be done or its shards be moved, whichever is longer. Disks
+are not measured. Knows nothing of stores.
+
+Formulas: a decoder's step takes 6 operations a parameter and token, embeddings aside, and
+12 x layers x heads x head width x sequence a token for attention (Chowdhery et al., "PaLM",
+appendix B). What is computed twice to save memory counts once: it is a cost, not work.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from trainer.device import Device
+from trainer.model.stages import parameter_count
+from trainer.recipe import Recipe
+
+FILE_NAME = "ceiling.json"
+REPEATS = 5
+# Sizes that take some ten milliseconds on the CPU of a laptop, and on a large GPU.
+HOST_WIDTH, DEVICE_WIDTH = 640, 8192
+HOST_COPY_BYTES, DEVICE_COPY_BYTES = 32 << 20, 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ceiling:
+    """Measured rates: operations a second of matrix products, bytes a second of copies."""
+
+    matmul_flops_per_second: float
+    copy_bytes_per_second: float
+
+    def percent(self, *, flops: float, moved_bytes: float, seconds: float) -> float:
+        """Give the least time for a piece of work, as a percentage of the time it took."""
+        least_seconds = max(
+            flops / self.matmul_flops_per_second, moved_bytes / self.copy_bytes_per_second
+        )
+        return 100 * least_seconds / seconds
+
+
+def step_flops(recipe: Recipe) -> float:
+    """Give the operations that one step needs."""
+    model = recipe.model
+    looked_up = 0 if model.tied_embeddings else model.vocab_size * model.hidden_size
+    multiplied = parameter_count(model) - looked_up
+    attention = 12 * model.num_layers * model.num_heads * model.head_dim * recipe.seq_len
+    return float((6 * multiplied + attention) * recipe.rows_per_step * recipe.seq_len)
+
+
+def ceiling_of(recipe: Recipe, dtype: torch.dtype, device: Device, folder: Path) -> Ceiling:
+    """Give what was measured on this machine before, else measure: a tenth of a second."""
+    key = f"{platform.node()} {device.name} {dtype} threads={recipe.threads} {torch.__version__}"
+    known = _read(folder / FILE_NAME)
+    if key not in known:
+        known[key] = asdict(measure(dtype, device))
+        _write(folder / FILE_NAME, known)
+    return Ceiling(**known[key])
+
+
+def measure(dtype: torch.dtype, device: Device) -> Ceiling:
+    """Measure both rates; the best of a few repeats, since others may use the machine."""
+    width = HOST_WIDTH if device.is_host else DEVICE_WIDTH
+    left = torch.ones(width, width, dtype=dtype, device=device.torch_device)
+    product = torch.empty_like(left)
+    seconds = _shortest(lambda: torch.mm(left, left, out=product), device)
+    matmul = 2 * width**3 / seconds
+    size = HOST_COPY_BYTES if device.is_host else DEVICE_COPY_BYTES
+    source = torch.ones(size, dtype=torch.uint8, device=device.torch_device)
+    target = torch.empty_like(source)
+    copy = size / _shortest(lambda: target.copy_(source), device)
+    return Ceiling(matmul_flops_per_second=matmul, copy_bytes_per_second=copy)
+
+
+def _shortest(work: Callable[[], object], device: Device) -> float:
+    best = float("inf")
+    for _ in range(REPEATS):
+        device.wait()
+        began = time.perf_counter()
+        work()
+        device.wait()
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def _read(path: Path) -> dict[str, dict[str, float]]:
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _write(path: Path, known: dict[str, dict[str, float]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".new")
+    draft.write_text(json.dumps(known, indent=1), encoding="utf-8")
+    os.replace(draft, path)
