@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardb.errors import StorageFullError
+from shardb.filesystem import RealFileSystem
 from shardb.layout import build
 from trainer.errors import InputError
 from trainer.model.config import ModelConfig
@@ -39,6 +40,7 @@ class Budget:
     snapshots: int
     memory: Mapping[str, int]
     activations: str = "recompute"
+    active_copies: int = 0
 
     @property
     def commit_bytes(self) -> int:
@@ -51,22 +53,48 @@ class Budget:
         return (COPIES + self.snapshots) * self.commit_bytes + STORE_OVERHEAD_BYTES
 
     @property
+    def active_bytes(self) -> int:
+        """The most that the active store holds at a time; 0 without one."""
+        return self.active_copies and self.active_copies * self.commit_bytes + STORE_OVERHEAD_BYTES
+
+    @property
     def memory_bytes(self) -> int:
         """The most memory that training needs at a time, estimated."""
         return sum(self.memory.values())
 
 
-def budget_of(recipe: Recipe, settings: Settings) -> Budget:
-    """Work out the budgets of a run."""
+def budget_of(recipe: Recipe, settings: Settings, store: Path | None = None) -> Budget:
+    """Work out the budgets of a run; `store` tells whether it lies on a RAM disk."""
     every, stop = settings.snapshot_every, settings.max_steps
     activations = _activations(recipe, settings)
-    return Budget(
+    without_disk = Budget(
         parameter_count=parameter_count(recipe.model),
         shards=shard_bytes(recipe.model, recipe.optimizer),
-        snapshots=stop // every if every and stop else 0,
+        snapshots=(stop // every if every and stop else 0) + settings.snapshot_best,
         memory=_memory(recipe, settings, activations),
         activations=activations,
+        active_copies=settings.active_copies if settings.active else 0,
     )
+    return replace(without_disk, memory=_with_ram_disk(without_disk, settings, store))
+
+
+def _with_ram_disk(budget: Budget, settings: Settings, store: Path | None) -> dict[str, int]:
+    """Count what lies on a RAM disk as memory; images are then the files themselves."""
+    held_bytes = 0
+    if store is not None and is_ram_disk(store):
+        held_bytes += budget.store_bytes
+    if settings.active is not None and is_ram_disk(Path(settings.active)):
+        held_bytes += budget.active_bytes
+    if not held_bytes:
+        return dict(budget.memory)
+    images = ("the next commit's shards", "the last commit's shards")
+    parts = {name: size for name, size in budget.memory.items() if name not in images}
+    return {**parts, "the RAM disk": held_bytes}
+
+
+def is_ram_disk(path: Path) -> bool:
+    """Say whether a folder is, or would be made, on a file system in memory."""
+    return RealFileSystem().kind(str(_existing_parent(path))).startswith("memory:")
 
 
 def shard_bytes(model: ModelConfig, optimizer: str = "adamw") -> dict[str, int]:
@@ -79,8 +107,10 @@ def shard_bytes(model: ModelConfig, optimizer: str = "adamw") -> dict[str, int]:
     return sizes
 
 
-def check_space(budget: Budget, store: Path) -> None:
-    """Refuse a run that does not fit the store's file system; StorageFullError names both sizes."""
+def check_space(budget: Budget, store: Path, active: Path | None = None) -> None:
+    """Refuse a run that does not fit; StorageFullError names the file system and both sizes."""
+    if active is not None:
+        _check_active_space(budget, store, active)
     folder = _existing_parent(store)
     free_bytes = _free_bytes(folder)
     held_bytes = _held_bytes(store)
@@ -97,6 +127,26 @@ def check_space(budget: Budget, store: Path) -> None:
         )
 
 
+def _check_active_space(budget: Budget, store: Path, active: Path) -> None:
+    folder = _existing_parent(active)
+    needed_bytes, room_bytes = budget.active_bytes, _free_bytes(folder) + _held_bytes(active)
+    shared = ""
+    if os.stat(folder).st_dev == os.stat(_existing_parent(store)).st_dev:
+        needed_bytes += budget.store_bytes
+        room_bytes += _held_bytes(store)
+        shared = f" and {in_bytes(budget.store_bytes)} for {store}, which is on it too"
+    if room_bytes < needed_bytes:
+        what = "RAM disk" if is_ram_disk(active) else "disk of the active store"
+        raise StorageFullError(
+            f"{active}: the {what} {folder} needs {in_bytes(budget.active_bytes)}"
+            f" ({budget.active_copies} copies of {in_bytes(budget.commit_bytes)},"
+            f" {in_bytes(STORE_OVERHEAD_BYTES)} for log and index){shared}, but has room for"
+            f" {in_bytes(room_bytes)}: make it larger, lower --active-copies (2 is the least), or"
+            " train without --active",
+            path=str(active),
+        )
+
+
 def check_memory(budget: Budget) -> str | None:
     """Refuse a run that needs more memory than the machine has; warn when it is only in use."""
     total_bytes, available_bytes = machine_memory()
@@ -109,6 +159,7 @@ def check_memory(budget: Budget) -> str | None:
         raise InputError(
             f"{says}; this machine has {in_bytes(total_bytes)}: lower --micro-batch-size,"
             " --gradient-accumulation-steps or --lm-head-chunk-tokens, or take a smaller model"
+            + (", or a store that is not in memory" if "the RAM disk" in budget.memory else "")
         )
     if budget.memory_bytes > available_bytes:
         return f"{says}; only {in_bytes(available_bytes)} are free now"
@@ -154,7 +205,7 @@ def _memory(recipe: Recipe, settings: Settings, activations: str) -> dict[str, i
     stages = [name.removeprefix("params/") for name in sizes if name.startswith("params/")]
     largest = max(sizes[f"params/{name}"] + sizes[f"optim/{name}"] for name in stages)
     params = [sizes[f"params/{name}"] for name in stages]
-    buffers = 2 if settings.prefetch_shards == "off" else 3
+    ahead = 0 if settings.prefetch_shards == "off" else settings.prefetch_window
     inside_block = 10 * model.hidden_size + 6 * model.intermediate_size
     scores = 2 * recipe.micro_batch_size * model.num_heads * recipe.seq_len**2
     chunk = min(recipe.lm_head_chunk_tokens, tokens)
@@ -162,7 +213,8 @@ def _memory(recipe: Recipe, settings: Settings, activations: str) -> dict[str, i
     kept = model.num_layers * recipe.gradient_accumulation_steps * block
     return {
         "the runtime": RUNTIME_BYTES,
-        "one stage's shards, old and new": buffers * largest,
+        "one stage's shards, old and new": 2 * largest,
+        "shards read ahead": min(ahead * max(sizes.values()), commit_bytes),
         "the next commit's shards": commit_bytes,
         "the last commit's shards": min(commit_bytes, CACHE_BYTES),
         "gradients": sum(params) if recipe.grad_clip_mode == "global" else max(params),

@@ -1,98 +1,80 @@
 """What a run will be: its recipe, settings, data and budgets, checked before anything is made.
 
-Owns the two beginnings, of a new run and of one that a store holds, and what refuses them. Knows
-nothing of engines or screens, and writes nothing. Invariant: a run never starts empty where history
-exists.
+Owns the two beginnings, of a new run and of one that goes on, and what refuses them. Knows nothing
+of screens, and writes nothing.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-import shardb
-from shardb import Store
-from shardb.errors import ConflictError
 from trainer.budget import Budget, budget_of
 from trainer.device import Device
 from trainer.errors import InputError
+from trainer.found import Found
 from trainer.inputs import Inputs, end_of_text_id, open_inputs
+from trainer.prefetch import prefetch_of
 from trainer.recipe import Recipe, Settings
 from trainer.recipe_build import (
     Changes,
     DataFacts,
     Given,
     changes,
+    idle_notes,
     new_model,
     new_run,
     resumed_run,
 )
-from trainer.run_shards import BRANCH, StoredRun, read_stored_run
-from trainer.step_log import last_logged_step
-
-LOG_FOLDER = "logs"
-FORMAT_FILE = "FORMAT"
+from trainer.recipe_options import options_of
+from trainer.run_shards import Cursor, StoredRun
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A run that is checked and may begin; `stored` is None when it begins at step 0."""
+    """A run that is checked and may begin, or go on from `found.newest`.
+
+    `cursor` is where its next step begins in the data.
+    """
 
     store: Path
+    found: Found
     recipe: Recipe
     settings: Settings
     inputs: Inputs
     budget: Budget
-    stored: StoredRun | None
+    cursor: Cursor
     notes: tuple[str, ...]
 
     @property
     def recipe_changes(self) -> Changes:
-        """What differs from the stored recipe."""
-        return changes(self.stored.recipe, self.recipe) if self.stored else {}
+        """What differs from the stored recipe, and from where the data would have gone on."""
+        stored = self.found.newest
+        if stored is None:
+            return {}
+        at = Cursor.of(stored.commit)
+        moved = {} if at == self.cursor else {"position": (at.position, self.cursor.position)}
+        return changes(stored.recipe, self.recipe) | moved
 
 
-def look(path: Path, allow_network: bool) -> StoredRun | None:
-    """Read what the store holds; None when a run may begin there."""
-    # Objects are written only after FORMAT was: without it they mean damage, which opening tells.
-    if (path / FORMAT_FILE).exists() or _has_entries(path / "objects"):
-        with shardb.open(path, allow_network=allow_network) as store:
-            stored = read_stored_run(store)
-            if stored is None:
-                _refuse_lost_head(path, store)
-        return stored
-    logged_step = last_logged_step(path / LOG_FOLDER)
-    if logged_step > 0:
-        raise InputError(
-            f"{path}: its step log goes to step {logged_step}, but the store is gone: put the store"
-            " back, or remove the folder to begin anew"
-        )
-    if path.exists() and (not path.is_dir() or not _may_become_store(path)):
-        raise InputError(f"{path}: exists and holds no store: give another --store")
-    return None
-
-
-def _refuse_lost_head(path: Path, store: Store) -> None:
-    """Never start empty where history exists."""
-    logged_step = last_logged_step(path / LOG_FOLDER)
-    if store.branches() or store.commits() or logged_step:
-        raise ConflictError(
-            f"{path}: branch {BRANCH} has no commit, but the store has history"
-            f" (step {logged_step} in its step log): see `shardb log {path}` and `shardb recover"
-            f" {path}`, or give another --store"
-        )
-
-
-def _may_become_store(path: Path) -> bool:
-    """Whether a folder is empty, or holds only what a store's making left when it died."""
-    return not _has_entries(path) or (path / "wal").is_dir()
-
-
-def _has_entries(folder: Path) -> bool:
-    return folder.is_dir() and any(True for _ in os.scandir(folder))
+def make_plan(found: Found, given: Given, notes: list[str]) -> Plan:
+    """Plan what the flags ask for; InputError names the flag or file that is wrong."""
+    path = Path(given["store"])
+    if found.newest is None:
+        plan = _plan_new(path, found, given, notes)
+    else:
+        plan = _plan_resumed(path, found, found.newest, given, notes)
+    _check_together(plan)
+    skipped_rows = given.get("skip_batches", 0) * plan.recipe.rows_per_step
+    said = [*plan.notes, *idle_notes(given, plan.recipe, plan.settings)]
+    if skipped_rows and found.newest is not None and _has_skipped(found, given):
+        said.append("--skip-batches was applied when this branch began, and is not again")
+        skipped_rows = 0
+    if skipped_rows:
+        said.append(f"skipping {skipped_rows:,} rows: {given['skip_batches']} steps' worth")
+    return replace(plan, cursor=plan.cursor.past(skipped_rows), notes=tuple(said))
 
 
 def finished_text(stored: StoredRun, given: Given) -> str | None:
@@ -108,8 +90,7 @@ def finished_text(stored: StoredRun, given: Given) -> str | None:
     )
 
 
-def plan_new(path: Path, given: Given, notes: list[str]) -> Plan:
-    """Plan a run that begins; InputError names the flag or file that is wrong."""
+def _plan_new(path: Path, found: Found, given: Given, notes: list[str]) -> Plan:
     data_dir = _need_data_dir(given.get("data_dir"))
     model = new_model(given, end_of_text_id(data_dir))
     device = Device.from_name(given.get("device", "auto")).name
@@ -128,17 +109,19 @@ def plan_new(path: Path, given: Given, notes: list[str]) -> Plan:
     recipe, settings = new_run(given, facts, device=device, threads=threads)
     return Plan(
         store=path,
+        found=found,
         recipe=recipe,
         settings=settings,
         inputs=inputs,
-        budget=budget_of(recipe, settings),
-        stored=None,
+        budget=budget_of(recipe, settings, path),
+        cursor=Cursor(),
         notes=(*notes, *inputs.notes),
     )
 
 
-def plan_resumed(path: Path, stored: StoredRun, given: Given, notes: list[str]) -> Plan:
-    """Plan how a stored run goes on; InputError also names what may not change."""
+def _plan_resumed(
+    path: Path, found: Found, stored: StoredRun, given: Given, notes: list[str]
+) -> Plan:
     device = Device.from_name(given["device"]).name if "device" in given else None
     recipe, settings = resumed_run(stored.recipe, stored.settings, given, device=device)
     inputs = open_inputs(
@@ -162,13 +145,58 @@ def plan_resumed(path: Path, stored: StoredRun, given: Given, notes: list[str]) 
     ]
     return Plan(
         store=path,
+        found=found,
         recipe=recipe,
         settings=settings,
         inputs=inputs,
-        budget=budget_of(recipe, settings),
-        stored=stored,
+        budget=budget_of(recipe, settings, path),
+        cursor=Cursor.of(stored.commit),
         notes=(*notes, *inputs.notes, *said),
     )
+
+
+def _check_together(plan: Plan) -> None:
+    """Refuse what each flag allows by itself and all of them together do not."""
+    recipe, settings = plan.recipe, plan.settings
+    options = options_of(recipe, settings)
+    prefetch_of(options, Device.from_name(recipe.device))
+    if settings.snapshot_best and not validates(plan):
+        raise InputError(
+            "--snapshot-best needs losses to compare: give --val-data-dir, and --validate-every"
+            " above 0"
+        )
+    rows = plan.inputs.validation_rows
+    if settings.validation_whole_batches and rows and rows.row_count < recipe.micro_batch_size:
+        raise InputError(
+            f"--validation-whole-batches: {settings.val_data_dir} holds {rows.row_count} rows, not"
+            f" one whole batch of {recipe.micro_batch_size} (--micro-batch-size)"
+        )
+    if settings.active is not None:
+        _check_active_place(plan.store, Path(settings.active))
+
+
+def validates(plan: Plan) -> bool:
+    """Say whether the run measures a validation loss."""
+    return plan.inputs.validation_rows is not None and plan.settings.validate_every > 0
+
+
+def _check_active_place(store: Path, active: Path) -> None:
+    one, other = store.resolve(), active.resolve()
+    if one == other or one in other.parents or other in one.parents:
+        raise InputError(
+            f"--active {active}: it must be another folder than --store {store}, and neither inside"
+            " the other"
+        )
+
+
+def _has_skipped(found: Found, given: Given) -> bool:
+    """Whether a call that begins a branch is made again, after the branch got its first step."""
+    return "from_ref" in given and not found.begins_branch and _has_own_step(found)
+
+
+def _has_own_step(found: Found) -> bool:
+    assert found.newest is not None, "only a branch that exists has steps"
+    return found.newest.commit.branch == found.branch
 
 
 def _need_data_dir(data_dir: str | None) -> str:

@@ -23,13 +23,15 @@ from trainer.schedule import SHAPES, Schedule
 
 FORMAT = 1
 CHOICES: dict[str, tuple[str, ...]] = {
-    "dtype": ("fp32", "bf16"),
-    "master_weight_dtype": ("fp32",),
+    "dtype": ("fp32", "bf16", "fp16"),
+    "master_weight_dtype": ("fp32", "bf16"),
     "optimizer": ("adamw", "lion", "adafactor"),
+    "row_order": ("shuffled", "sequential"),
     "weight_decay_scope": ("all", "matrices"),
     "grad_clip_mode": ("global", "shard", "none"),
+    "guard_replay_on_exhaust": ("accept", "skip"),
     "lr_schedule": SHAPES,
-    "prefetch_shards": ("off", "cpu"),
+    "prefetch_shards": ("off", "cpu", "gpu", "secondary-gpu"),
     "activations": ("auto", "keep", "recompute"),
 }
 
@@ -49,6 +51,7 @@ class Recipe:
     micro_batch_size: int = 8
     gradient_accumulation_steps: int = 1
     shuffle_train: bool = True
+    row_order: str = "shuffled"
     optimizer: str = "adamw"
     learning_rate: float = 3e-4
     weight_decay: float = 0.05
@@ -63,10 +66,22 @@ class Recipe:
     decay_tokens: int = 0
     min_lr_ratio: float = 0.1
     lm_head_chunk_tokens: int = 4096
+    global_optimizer_every: int = 0
+    global_optimizer_blend: float = 0.25
+    global_optimizer_min_scale: float = 0.5
+    global_optimizer_max_scale: float = 2.0
+    guarded_step_replay: bool = False
+    guard_replay_max_replays: int = 2
+    guard_replay_loss_tolerance: float = 0.02
+    guard_replay_loss_tolerance_ratio: float = 0.002
+    guard_replay_lr_scales: tuple[float, ...] = (1.0, 0.5, 0.25)
+    guard_replay_grad_norm_scales: tuple[float, ...] = (1.0, 0.75, 0.5)
+    guard_replay_on_exhaust: str = "accept"
 
     def __post_init__(self) -> None:
         _check_choices(self)
         _check_numbers(self)
+        _check_scales(self)
         if self.seq_len > self.model.max_position_embeddings:
             raise InputError(
                 f"the rows hold {self.seq_len} tokens (--seq-len), more than"
@@ -113,6 +128,8 @@ class Recipe:
             raise InputError("this run's recipe was written by a newer version: update to read it")
         model = ModelConfig.from_json(values.pop("model"))
         _refuse_unknown(cls, values, extra=("model",))
+        # JSON has no tuples.
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         return cls(model=model, **values)
 
 
@@ -123,14 +140,24 @@ class Settings:
     data_dir: str
     val_data_dir: str | None = None
     preset: str | None = None
+    active: str | None = None
+    active_copies: int = 3
+    durable_every: int = 0
     max_steps: int | None = None
+    max_skipped_steps: int = 25
     validate_every: int = 100
     max_validation_batches: int = 50
+    validation_whole_batches: bool = False
     snapshot_every: int = 0
+    snapshot_best: bool = False
     prefetch_shards: str = "off"
+    prefetch_window: int = 1
+    prefetch_optimizer_shards: bool = True
     activations: str = "auto"
     async_shard_writes: bool = True
     max_pending_shard_writes: int = 4
+    timing_sync_cuda: bool = False
+    tensorboard: str | None = None
 
     def __post_init__(self) -> None:
         _check_choices(self)
@@ -172,10 +199,21 @@ _LIMITS: dict[str, tuple[float, float, bool]] = {
     "decay_tokens": (0, 2**63 - 1, False),
     "min_lr_ratio": (0.0, 1.0, False),
     "lm_head_chunk_tokens": (1, 2**31, False),
+    "global_optimizer_every": (0, 2**53, False),
+    "global_optimizer_blend": (0.0, 1.0, False),
+    "global_optimizer_min_scale": (0.0, 1.0, True),
+    "global_optimizer_max_scale": (1.0, 2.0**32, False),
+    "guard_replay_max_replays": (0, 1024, False),
+    "guard_replay_loss_tolerance": (0.0, math.inf, False),
+    "guard_replay_loss_tolerance_ratio": (0.0, math.inf, False),
+    "active_copies": (2, 64, False),
+    "durable_every": (0, 2**53, False),
     "max_steps": (0, 2**53, False),
+    "max_skipped_steps": (1, 2**53, False),
     "validate_every": (0, 2**53, False),
     "max_validation_batches": (1, 2**53, False),
     "snapshot_every": (0, 2**53, False),
+    "prefetch_window": (1, 2**20, False),
     "max_pending_shard_writes": (1, 4096, False),
 }
 
@@ -208,6 +246,16 @@ def _check_limits(name: str, value: float) -> None:
         least = f"above {lowest:g}" if lowest_excluded else f"at least {lowest:g}"
         most = "" if math.isinf(highest) else f" and at most {highest:g}"
         raise InputError(f"{flag_of(name)} is {value}: it must be {least}{most}")
+
+
+def _check_scales(recipe: Recipe) -> None:
+    for name in ("guard_replay_lr_scales", "guard_replay_grad_norm_scales"):
+        scales = getattr(recipe, name)
+        if not scales or not all(0.0 < scale < math.inf for scale in scales):
+            raise InputError(
+                f"{flag_of(name)} is {','.join(map(str, scales)) or 'empty'}: give numbers above 0"
+                " with commas between them, the first attempt's first"
+            )
 
 
 def _plain(record: Recipe | Settings) -> dict[str, Any]:

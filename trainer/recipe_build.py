@@ -17,7 +17,7 @@ from trainer.errors import InputError
 from trainer.model.config import ModelConfig
 from trainer.model.presets import preset
 from trainer.recipe import Recipe, Settings, flag_of
-from trainer.recipe_flags import FLAGS, VALUES_NOT_YET, Scope, fields_of
+from trainer.recipe_flags import FLAGS, Scope, fields_of
 
 Given = Mapping[str, Any]
 Changes = dict[str, tuple[Any, Any]]
@@ -36,6 +36,37 @@ PRESET_TRAINING: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 _SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "intermediate_size")
 _TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
+_SCALES = ("guard_replay_lr_scales", "guard_replay_grad_norm_scales")
+# A run is resumed from any working directory, so these are stored whole.
+_FOLDERS = ("data_dir", "val_data_dir", "active", "tensorboard")
+# Folders that a run may do without again.
+_SWITCHED_OFF = ("active", "tensorboard")
+# What a flag needs to have any effect: another field, which is off where it is in the second place.
+_NEEDS: Mapping[str, tuple[str, Any]] = MappingProxyType(
+    {
+        "active_copies": ("active", None),
+        "durable_every": ("active", None),
+        "prefetch_window": ("prefetch_shards", "off"),
+        "prefetch_optimizer_shards": ("prefetch_shards", "off"),
+        "max_pending_shard_writes": ("async_shard_writes", False),
+        "row_order": ("shuffle_train", False),
+        **{
+            f"global_optimizer_{name}": ("global_optimizer_every", 0)
+            for name in ("blend", "min_scale", "max_scale")
+        },
+        **{
+            f"guard_replay_{name}": ("guarded_step_replay", False)
+            for name in (
+                "max_replays",
+                "loss_tolerance",
+                "loss_tolerance_ratio",
+                "lr_scales",
+                "grad_norm_scales",
+                "on_exhaust",
+            )
+        },
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,27 +79,32 @@ class DataFacts:
 
 
 def check_given(given: Given) -> list[str]:
-    """Refuse what is not built; give a note for each flag that has no effect here."""
+    """Refuse what contradicts itself; give a note for each flag that has no effect here."""
     if "run_dir" in given:
         raise InputError(f"--run-dir is called --store here: give --store {given['run_dir']}")
     if given.get("json") and not given.get("dry_run"):
         raise InputError("--json goes with --dry-run: the step log of a run is JSON already")
-    notes = []
-    for flag in FLAGS:
-        value = given.get(flag.field)
-        if value is None:
-            continue
-        if flag.scope is Scope.NOT_YET and value:
-            raise InputError(f"{flag_of(flag.field)} is not available yet: leave it out")
-        if value in VALUES_NOT_YET.get(flag.field, ()):
-            raise InputError(f"{flag_of(flag.field)} {value} is not available yet")
-        if flag.field == "shard_storage_format" and value != "safetensors":
-            raise InputError(
-                f"--shard-storage-format {value}: shards are always safetensors; leave it out"
-            )
-        if flag.scope is Scope.NO_EFFECT:
-            notes.append(f"{flag_of(flag.field)} has no effect here: {_first_lower(flag.help)}")
-    return notes
+    if "from_ref" in given and "branch" not in given:
+        raise InputError("--from goes with --branch: the name of the branch that begins there")
+    if given.get("skip_batches", 0) < 0:
+        raise InputError(f"--skip-batches is {given['skip_batches']}: it must be at least 0")
+    return [
+        f"{flag_of(flag.field)} has no effect here: {_first_lower(flag.help)}"
+        for flag in FLAGS
+        if flag.scope is Scope.NO_EFFECT and given.get(flag.field) is not None
+    ]
+
+
+def idle_notes(given: Given, recipe: Recipe, settings: Settings) -> list[str]:
+    """Give a note for each flag whose companion is off, so that it does nothing."""
+    values = {
+        f.name: getattr(record, f.name) for record in (recipe, settings) for f in fields(record)
+    }
+    return [
+        f"{flag_of(name)} has no effect without {flag_of(needed)}"
+        for name, (needed, off) in _NEEDS.items()
+        if name in given and values[needed] == off
+    ]
 
 
 def new_model(given: Given, end_of_text_id: int | None = None) -> ModelConfig:
@@ -95,7 +131,7 @@ def new_run(given: Given, data: DataFacts, *, device: str, threads: int) -> tupl
     """Build recipe and settings of a run that begins."""
     defaults = PRESET_TRAINING.get(given.get("preset", ""), {})
     chosen = {**defaults, **given}
-    training = {name: chosen[name] for name in fields_of(Scope.TRAINING) if name in chosen}
+    training = _training_given(chosen)
     recipe = Recipe(
         **training
         | {
@@ -107,7 +143,7 @@ def new_run(given: Given, data: DataFacts, *, device: str, threads: int) -> tupl
             "threads": threads,
         }
     )
-    return recipe, Settings(**_settings_given(chosen))
+    return recipe, Settings(**settings_given(chosen))
 
 
 def resumed_run(
@@ -115,10 +151,10 @@ def resumed_run(
 ) -> tuple[Recipe, Settings]:
     """Apply flags to a stored run; InputError names each one that may not change."""
     _refuse_fixed_changes(recipe, settings, given)
-    training = {name: given[name] for name in fields_of(Scope.TRAINING) if name in given}
+    training = _training_given(given)
     if device is not None:
         training["device"] = device
-    return replace(recipe, **training), replace(settings, **_settings_given(given))
+    return replace(recipe, **training), replace(settings, **settings_given(given))
 
 
 def changes(old: Recipe | Settings, new: Recipe | Settings) -> Changes:
@@ -127,14 +163,34 @@ def changes(old: Recipe | Settings, new: Recipe | Settings) -> Changes:
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def _settings_given(given: Given) -> dict[str, Any]:
+def settings_given(given: Given) -> dict[str, Any]:
+    """Give the settings that flags set, as `Settings` takes them."""
     names = {*fields_of(Scope.SETTING), "preset"}
     chosen = {name: given[name] for name in names if name in given}
-    # A run is resumed from any working directory.
-    for name in ("data_dir", "val_data_dir"):
+    for name in _SWITCHED_OFF:
+        if chosen.get(name) in ("off", ""):
+            chosen[name] = None
+    for name in _FOLDERS:
         if chosen.get(name):
             chosen[name] = os.path.abspath(chosen[name])
     return chosen
+
+
+def _training_given(given: Given) -> dict[str, Any]:
+    chosen = {name: given[name] for name in fields_of(Scope.TRAINING) if name in given}
+    for name in _SCALES:
+        if isinstance(chosen.get(name), str):
+            chosen[name] = _numbers(name, chosen[name])
+    return chosen
+
+
+def _numbers(name: str, text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise InputError(
+            f"{flag_of(name)} is {text!r}: give numbers with commas between them, as in 1.0,0.5"
+        ) from None
 
 
 def _refuse_missing_sizes(given: Given) -> None:
@@ -148,6 +204,8 @@ def _refuse_missing_sizes(given: Given) -> None:
 def _refuse_fixed_changes(recipe: Recipe, settings: Settings, given: Given) -> None:
     stored = {name: getattr(recipe.model, name) for name in fields_of(Scope.MODEL)}
     stored |= {"seed": recipe.seed, "seq_len": recipe.seq_len, "preset": settings.preset}
+    # These decide what the stored shards hold.
+    stored |= {name: getattr(recipe, name) for name in ("optimizer", "master_weight_dtype")}
     for name, value in stored.items():
         if name in given and given[name] != value:
             raise InputError(

@@ -20,7 +20,7 @@ class Scope(StrEnum):
     TRAINING = "Training (a change on resume is applied, printed and recorded)"
     SETTING = "Running (never changes a bit of the result)"
     NO_EFFECT = "Accepted for older command lines, without effect here"
-    NOT_YET = "Not available yet (refused)"
+    REFUSED = "Called otherwise here (refused)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,11 +32,12 @@ class Flag:
     scope: Scope
     help: str
     also: tuple[str, ...] = ()
+    spelled: str | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         """The spellings that typer takes; a boolean has a `--no-` form."""
-        name = "--" + self.field.replace("_", "-")
+        name = self.spelled or "--" + self.field.replace("_", "-")
         if self.kind is bool and self.scope is not Scope.COMMAND:
             return (f"{name}/--no-{name[2:]}", *self.also)
         return (name, *self.also)
@@ -53,6 +54,15 @@ _COMMAND = _flags(
     ("json", bool, "With --dry-run: print the same as JSON."),
     ("allow_network", bool, "Use a network file system: only one machine may ever open the store."),
     ("accept_changed_data", bool, "Go on although the training data is not what the run began on."),
+    ("branch", str, "Train on this branch of the store. Default: main."),
+    ("skip_batches", int, "Pass over the next N steps' rows, once: at the first step made now."),
+)
+_FROM = Flag(
+    field="from_ref",
+    kind=str,
+    scope=Scope.COMMAND,
+    help="With --branch: begin that branch at this step, snapshot, branch or commit.",
+    spelled="--from",
 )
 _MODEL = _flags(
     Scope.MODEL,
@@ -86,12 +96,13 @@ _TRAINING = _flags(
     Scope.TRAINING,
     ("device", str, "cpu, cuda or auto. Default: auto."),
     ("threads", int, "Threads of the CPU; stored, because sums depend on it. Default: all cores."),
-    ("dtype", str, "Compute in fp32 or bf16."),
-    ("master_weight_dtype", str, "Stored weights: fp32."),
+    ("dtype", str, "Compute in fp32, bf16 or fp16."),
+    ("master_weight_dtype", str, "Stored weights: fp32 or bf16 (inexact); fixed at the begin."),
     ("micro_batch_size", int, "Rows that pass the model at once."),
     ("gradient_accumulation_steps", int, "Micro-batches a step."),
     ("shuffle_train", bool, "Shuffle the rows; the order depends on --seed alone."),
-    ("optimizer", str, "adamw, lion or adafactor."),
+    ("row_order", str, "Of a shuffled file: shuffled rows, or sequential (whole files shuffled)."),
+    ("optimizer", str, "adamw, lion or adafactor; fixed at the begin."),
     ("learning_rate", float, "Peak of the schedule."),
     ("weight_decay", float, "Decoupled decay a unit of learning rate."),
     ("weight_decay_scope", str, "all parameters, or matrices only."),
@@ -105,6 +116,17 @@ _TRAINING = _flags(
     ("decay_tokens", int, "Tokens, after the warm-up, over which the rate falls."),
     ("min_lr_ratio", float, "Floor of the rate, as a part of the peak."),
     ("lm_head_chunk_tokens", int, "Tokens whose logits are in memory at once."),
+    ("global_optimizer_every", int, "Even out the shards' gradients every N steps; 0: never."),
+    ("global_optimizer_blend", float, "How much of the evening out is applied, 0 to 1."),
+    ("global_optimizer_min_scale", float, "Least factor for a shard's gradients."),
+    ("global_optimizer_max_scale", float, "Largest factor for a shard's gradients."),
+    ("guarded_step_replay", bool, "Try each step on its own batch before it is committed."),
+    ("guard_replay_max_replays", int, "Attempts after the first one."),
+    ("guard_replay_loss_tolerance", float, "Rise of the batch's loss that is let through."),
+    ("guard_replay_loss_tolerance_ratio", float, "The same, as a part of the loss."),
+    ("guard_replay_lr_scales", str, "Factors of the learning rate, attempt by attempt."),
+    ("guard_replay_grad_norm_scales", str, "Factors of --max-grad-norm, attempt by attempt."),
+    ("guard_replay_on_exhaust", str, "accept the last attempt when all fail, or skip the step."),
 )
 _SETTING = (
     *_flags(
@@ -112,12 +134,20 @@ _SETTING = (
         ("data_dir", str, "Folder of token rows (.npy) to train on."),
         ("val_data_dir", str, "Folder of held-out token rows; without it nothing is validated."),
         ("max_steps", int, "Stop at this step: a stop only, never a schedule's horizon."),
+        ("max_skipped_steps", int, "Stop when so many steps in a row were skipped."),
         ("validate_every", int, "Validate at every N-th step, and at the last; 0: never."),
         ("max_validation_batches", int, "Batches of one validation."),
-        ("prefetch_shards", str, "off, or cpu: read the next shard while this one computes."),
+        ("validation_whole_batches", bool, "Leave a last batch with fewer rows out."),
+        ("snapshot_best", bool, "Pin best-step-N at the lowest validation loss so far."),
+        ("active_copies", int, "Copies of all shards that the active store holds at most."),
+        ("prefetch_shards", str, "off; cpu: read coming shards ahead; gpu, secondary-gpu: there."),
+        ("prefetch_window", int, "Shards that are read ahead at most."),
+        ("prefetch_optimizer_shards", bool, "Read optimizer shards ahead too."),
         ("activations", str, "keep them for the backward pass, recompute, or auto: what fits."),
         ("async_shard_writes", bool, "Write shards in the background of the step."),
         ("max_pending_shard_writes", int, "Shards that may wait to be written."),
+        ("timing_sync_cuda", bool, "Wait for the GPU around each timing: for diagnosis, slower."),
+        ("tensorboard", str, "Folder for TensorBoard's event files, or off."),
     ),
     Flag(
         field="snapshot_every",
@@ -126,66 +156,48 @@ _SETTING = (
         help="Pin a snapshot step-N at every N-th step; 0: none (each step is durable anyway).",
         also=("--save-every",),
     ),
+    Flag(
+        field="active",
+        kind=str,
+        scope=Scope.SETTING,
+        help="Folder on a RAM disk for a second store to train in, published to --store; or off.",
+        also=("--active-run-dir",),
+    ),
+    Flag(
+        field="durable_every",
+        kind=int,
+        scope=Scope.SETTING,
+        help="Publish every N-th step of the active store; 0: snapshots, bests and the end alone.",
+        also=("--durable-flush-every",),
+    ),
 )
 _NO_EFFECT = _flags(
     Scope.NO_EFFECT,
     ("train", bool, "Training is what this command does."),
     ("init_shards", bool, "A run that does not exist is begun."),
-    ("max_resident_shards", int, "One shard is resident, two with prefetch."),
-    ("prefetch_window", int, "The next shard is prefetched."),
-    ("prefetch_optimizer_shards", bool, "Prefetch takes both shards of a stage."),
+    ("max_resident_shards", int, "One shard is resident, with prefetch --prefetch-window more."),
     ("clear_cuda_cache_between_shards", bool, "No cache is cleared."),
     ("shard_log_every", int, "Shards are listed by `shardb show`."),
     ("trainer_state_every", int, "The state is in every commit."),
-)
-_NOT_YET = _flags(
-    Scope.NOT_YET,
-    ("active_run_dir", str, "A second store in memory."),
-    ("durable_flush_every", int, "Publishing from a store in memory."),
-    ("global_optimizer_every", int, "Periodic normaliser."),
-    ("global_optimizer_blend", float, "Periodic normaliser."),
-    ("global_optimizer_min_scale", float, "Periodic normaliser."),
-    ("global_optimizer_max_scale", float, "Periodic normaliser."),
-    ("guarded_step_replay", bool, "Try a step on its own batch before it is committed."),
-    ("guard_replay_max_replays", int, "Guarded replay."),
-    ("guard_replay_loss_tolerance", float, "Guarded replay."),
-    ("guard_replay_loss_tolerance_ratio", float, "Guarded replay."),
-    ("guard_replay_lr_scales", str, "Guarded replay."),
-    ("guard_replay_grad_norm_scales", str, "Guarded replay."),
-    ("guard_replay_on_exhaust", str, "Guarded replay."),
-    ("timing_sync_cuda", bool, "Synchronised timings."),
+    ("shard_storage_format", str, "Shards are always safetensors."),
 )
 _RUN_DIR = Flag(
     field="run_dir",
     kind=str,
-    scope=Scope.NOT_YET,
+    scope=Scope.REFUSED,
     help="It is called --store here.",
-)
-_STORAGE_FORMAT = Flag(
-    field="shard_storage_format",
-    kind=str,
-    scope=Scope.NO_EFFECT,
-    help="Shards are always safetensors; torch is refused.",
 )
 
 FLAGS: tuple[Flag, ...] = (
     *_COMMAND,
+    _FROM,
     *_FIXED,
     *_MODEL,
     *_TRAINING,
     *_SETTING,
     *_NO_EFFECT,
-    _STORAGE_FORMAT,
-    *_NOT_YET,
     _RUN_DIR,
 )
-
-# Values of available flags that are planned and not built: named, so that the refusal says so.
-VALUES_NOT_YET: dict[str, tuple[str, ...]] = {
-    "dtype": ("fp16",),
-    "master_weight_dtype": ("fp16", "bf16"),
-    "prefetch_shards": ("gpu", "secondary-gpu"),
-}
 
 
 def fields_of(scope: Scope) -> frozenset[str]:

@@ -5,6 +5,7 @@ Owns the wording and the JSON. Knows nothing of how the numbers came about.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from trainer.budget import COPIES, Budget, in_bytes
@@ -26,6 +27,7 @@ def report_json(recipe: Recipe, settings: Settings, budget: Budget) -> dict[str,
         "data_digest": recipe.data_digest,
         "budget": {
             "store_bytes": budget.store_bytes,
+            "active_bytes": budget.active_bytes,
             "bytes_written_per_step": budget.commit_bytes,
             "bytes_written": _written(budget, settings),
             "memory_bytes_estimate": budget.memory_bytes,
@@ -48,7 +50,8 @@ def report_text(recipe: Recipe, settings: Settings, budget: Budget) -> str:
         f"shards      {len(budget.shards)}, {in_bytes(budget.commit_bytes)} together",
         *(f"  {name:<{width}}  {size:>15,} bytes" for name, size in budget.shards.items()),
         f"store       {in_bytes(budget.store_bytes)} at most: {COPIES} copies{snapshots}",
-        f"written     {in_bytes(budget.commit_bytes)} a step{in_all}",
+        *_active_lines(settings, budget),
+        f"written     {in_bytes(budget.commit_bytes)} {_each(settings)}{in_all}",
         f"memory      about {in_bytes(budget.memory_bytes)}; {_ACTIVATIONS[budget.activations]}",
         *(f"  {part:<32}  {in_bytes(size):>12}" for part, size in budget.memory.items()),
     ]
@@ -59,6 +62,19 @@ _ACTIVATIONS = {
     "keep": "activations are kept for the backward pass",
     "recompute": "activations are computed again in the backward pass",
 }
+
+
+def _active_lines(settings: Settings, budget: Budget) -> list[str]:
+    if settings.active is None:
+        return []
+    published = f"each {settings.durable_every:,}th step, " if settings.durable_every else ""
+    copies = f"{budget.active_copies} copies in {settings.active}"
+    kinds = f"{published}snapshots, bests and the last step are published"
+    return [f"active      {in_bytes(budget.active_bytes)} at most: {copies}; {kinds}"]
+
+
+def _each(settings: Settings) -> str:
+    return "a step" if settings.active is None else "a published step"
 
 
 def _model_text(model: ModelConfig) -> str:
@@ -77,4 +93,20 @@ def _step_text(recipe: Recipe) -> str:
 
 
 def _written(budget: Budget, settings: Settings) -> int | None:
-    return None if settings.max_steps is None else budget.commit_bytes * settings.max_steps
+    """Bytes that a run writes to its durable store; bests come on top."""
+    stop = settings.max_steps
+    if stop is None:
+        return None
+    return budget.commit_bytes * (stop if settings.active is None else published_steps(settings))
+
+
+def published_steps(settings: Settings) -> int:
+    """Count the steps of a run that its settings publish for certain."""
+    stop, every, snapshots = settings.max_steps, settings.durable_every, settings.snapshot_every
+    assert stop is not None, "a run without a stop publishes without end"
+    if not stop:
+        return 0
+    both = math.lcm(every, snapshots)
+    count = sum(stop // n for n in (every, snapshots) if n) - (stop // both if both else 0)
+    is_counted = any(n and stop % n == 0 for n in (every, snapshots))
+    return count + (0 if is_counted else 1)

@@ -10,169 +10,206 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shardb import Commit, Store, Transaction
-from shardb.errors import ConflictError, SnapshotExistsError
-from trainer.data.batches import batch_at, validation_batches
+from shardb import Commit, Transaction
+from shardb.errors import ConflictError
+from trainer.ceiling import Ceiling, step_flops
+from trainer.data.batches import batch_at
 from trainer.engine import Engine, StepResult
-from trainer.inputs import Inputs
+from trainer.metering import MeteredTransaction
+from trainer.pins import pins_of
+from trainer.plan import Plan
 from trainer.progress import Progress
-from trainer.recipe import Recipe, Settings
 from trainer.recipe_build import Changes
-from trainer.run_shards import BRANCH, Cursor, line_of, state_of, write_meta
+from trainer.run_shards import Cursor, line_of, state_of, write_meta
+from trainer.scalar_writer import ScalarWriter
 from trainer.signals import StopRequest
 from trainer.step_log import StepLog
+from trainer.tiers import Tiers
+from trainer.validation import validation_of
+from trainer.watchdog import Watchdog
 
 Ids = NDArray[np.int64]
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunLogs:
+    """Where the lines of a run's steps go, and the folder of what is kept beside them."""
+
+    folder: Path
+    step_log: StepLog
+    scalars: ScalarWriter | None
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Write the line of a committed step."""
+        self.step_log.append(line)
+        if self.scalars is not None:
+            self.scalars.append(line)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Trained:
+    """A step that is staged: its metrics, where its time went, bytes of shards that it moved."""
+
+    metrics: dict[str, Any]
+    timings: dict[str, float]
+    moved_bytes: int
+
+
 @dataclass(kw_only=True)
 class Run:
-    """A run that is ready to step; `head` is its newest commit."""
+    """A run that is ready to step; `head` is its newest commit, `cursor` where the next begins."""
 
-    store: Store
+    plan: Plan
+    tiers: Tiers
     engine: Engine
-    recipe: Recipe
-    settings: Settings
-    inputs: Inputs
+    ceiling: Ceiling
     head: Commit
+    cursor: Cursor
     unrecorded: Changes
     progress: Progress
-    step_log: StepLog
+    logs: RunLogs
+    watchdog: Watchdog
     request: StopRequest
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        self._validation = validation_of(
+            plan.inputs.validation_rows, plan.recipe.micro_batch_size, plan.settings
+        )
 
     def is_finished(self) -> bool:
         """Say whether the stop is reached."""
-        return self.settings.max_steps is not None and self.head.step >= self.settings.max_steps
+        stop = self.plan.settings.max_steps
+        return stop is not None and self.head.step >= stop
 
     def go_on(self) -> None:
         """Step until the stop is reached or a signal asks to end."""
+        self.keep_head()
         while not self.is_finished() and self.request.stop_signal is None:
             line = self.step()
-            self.step_log.append(line)
+            self.logs.append(line)
             self.progress.step(line)
+
+    def keep_head(self) -> float:
+        """Pin and publish the newest commit as the settings ask; give the seconds waited."""
+        return self.tiers.keep(self.head, pins_of(self.head, self.plan.settings, self.tiers.branch))
 
     def step(self) -> dict[str, Any]:
         """Train and commit one step; give its line of the step log."""
         started = time.perf_counter()
-        with self.store.begin(BRANCH) as txn:
+        publish_seconds = self.tiers.ready(self.head)
+        with self.tiers.training.begin(self.tiers.branch) as txn:
             self._check_base(txn)
-            metrics, timings = self._train(txn, started)
-            pending_writes = self.store.writer.pending
+            metered = MeteredTransaction(txn)
+            trained = self._train(txn, metered, started)
+            pending_writes = self.tiers.training.writer.pending
             commit_started = time.perf_counter()
-            self.head = self._commit(txn, metrics)
-        now = time.perf_counter()
-        self._pin_snapshot()
+            self._commit(txn, trained.metrics)
+        commit_seconds = time.perf_counter() - commit_started
+        publish_seconds += self.keep_head()
+        seconds = time.perf_counter() - started
         return {
-            **line_of(self.head, durable_step=self.store.durable_step(BRANCH) or 0),
-            "seconds": now - started,
-            "tokens_per_second": metrics["tokens"] / (now - started),
-            "commit_seconds": now - commit_started,
+            **line_of(self.head, durable_step=self.tiers.durable_step),
+            "seconds": seconds,
+            "tokens_per_second": trained.metrics["tokens"] / seconds,
+            "ceiling_percent": self._ceiling_percent(trained, seconds),
+            "commit_seconds": commit_seconds,
             "pending_writes": pending_writes,
-            "timings": timings,
+            "publish_pending": self.tiers.publish_pending,
+            "publish_seconds": publish_seconds,
+            "bytes_read": metered.bytes_read,
+            "bytes_written": metered.bytes_written,
+            "skipped_steps": self.cursor.skipped_steps,
+            "timings": trained.timings,
         }
 
-    def _train(self, txn: Transaction, started: float) -> tuple[dict[str, Any], dict[str, float]]:
-        """Stage the next step of every shard; give its commit's metrics, and where time went."""
-        step, cursor = self.head.step + 1, Cursor.of(self.head)
-        if self.unrecorded:
-            write_meta(txn, self.recipe, None)
-        micro_batches = self._micro_batches(cursor)
+    def _train(self, txn: Transaction, metered: MeteredTransaction, started: float) -> _Trained:
+        """Stage the next step of every shard."""
+        recipe, step = self.plan.recipe, self.head.step + 1
+        if self.unrecorded.keys() - {"position"}:
+            write_meta(txn, recipe, None)
+        micro_batches = self._micro_batches()
         data_seconds = time.perf_counter() - started
-        step_tokens = self.recipe.rows_per_step * self.recipe.seq_len
-        rate = self.recipe.schedule.learning_rate(cursor.tokens_seen + step_tokens)
-        result = self.engine.train_step(txn, micro_batches, step=step, learning_rate=rate)
+        rate = recipe.schedule.learning_rate(
+            self.cursor.tokens_seen + recipe.rows_per_step * recipe.seq_len
+        )
+        result = self.engine.train_step(metered, micro_batches, step=step, learning_rate=rate)
         metrics = _metrics_of(result) | {
             "learning_rate": rate,
-            "tokens_seen": cursor.tokens_seen + result.tokens,
+            "tokens_seen": self.cursor.tokens_seen + result.tokens,
             "batch_digest": digest_of(micro_batches),
         }
-        if self._validation_is_due(step):
-            metrics |= self._validate(txn)
+        moved_bytes, best = metered.bytes_read + metered.bytes_written, self.cursor.best
+        if self._validation is not None and self._validation.is_due(step):
+            # Through what is staged: the loss belongs to the commit that holds it.
+            measured, best = self._validation.measure(self.engine, metered, step, best)
+            metrics |= measured
+        self.cursor = replace(
+            self.cursor.past(recipe.rows_per_step), tokens_seen=metrics["tokens_seen"], best=best
+        )
         if self.unrecorded:
             metrics["recipe_changes"] = {k: list(pair) for k, pair in self.unrecorded.items()}
         seconds = time.perf_counter() - started
         metrics |= {"seconds": seconds, "tokens_per_second": result.tokens / seconds}
-        return metrics, {**result.timings, "data_load_seconds": data_seconds}
+        timings = {**result.timings, "data_load_seconds": data_seconds}
+        return _Trained(metrics=metrics, timings=timings, moved_bytes=moved_bytes)
 
-    def _commit(self, txn: Transaction, metrics: Mapping[str, Any]) -> Commit:
-        cursor = Cursor(
-            position=Cursor.of(self.head).position + self.recipe.rows_per_step,
-            tokens_seen=metrics["tokens_seen"],
-        )
-        commit = txn.commit(
-            step=self.head.step + 1,
-            state=state_of(cursor, self.recipe, self.settings),
-            metrics={k: v for k, v in metrics.items() if k != "shard_norms"},
-            statistics={name: {"grad_norm": n} for name, n in metrics["shard_norms"].items()},
-            recipe_digest=self.recipe.digest,
-        )
+    def _commit(self, txn: Transaction, metrics: Mapping[str, Any]) -> None:
+        plan, step = self.plan, self.head.step + 1
+        writer, root = self.tiers.training.writer, self.tiers.training.root
+        with self.watchdog.watching(
+            lambda: (
+                f"step {step} waits to be committed: {writer.pending} shards are still to be"
+                f" written to {root}"
+            )
+        ):
+            self.head = txn.commit(
+                step=step,
+                state=state_of(self.cursor, plan.recipe, plan.settings),
+                metrics={k: v for k, v in metrics.items() if k != "shard_norms"},
+                statistics={name: {"grad_norm": n} for name, n in metrics["shard_norms"].items()},
+                recipe_digest=plan.recipe.digest,
+            )
         self.unrecorded = {}
-        return commit
 
-    def _micro_batches(self, cursor: Cursor) -> list[Ids]:
-        rows = self.recipe.micro_batch_size
+    def _micro_batches(self) -> list[Ids]:
+        recipe = self.plan.recipe
+        rows = recipe.micro_batch_size
         return [
             batch_at(
-                self.inputs.rows,
-                seed=self.recipe.seed,
-                position=cursor.position + index * rows,
+                self.plan.inputs.rows,
+                seed=recipe.seed,
+                position=self.cursor.position + index * rows,
                 batch_rows=rows,
-                shuffle=self.recipe.shuffle_train,
+                shuffle=recipe.shuffle_train,
+                row_order="sequential" if recipe.row_order == "sequential" else "shuffled",
             )
-            for index in range(self.recipe.gradient_accumulation_steps)
+            for index in range(recipe.gradient_accumulation_steps)
         ]
 
-    def _validation_is_due(self, step: int) -> bool:
-        every = self.settings.validate_every
-        if self.inputs.validation_rows is None or every == 0:
-            return False
-        return step % every == 0 or step == self.settings.max_steps
-
-    def _validate(self, txn: Transaction) -> dict[str, Any]:
-        """Measure the staged state, so that the loss belongs to the commit that holds it."""
-        assert self.inputs.validation_rows is not None
-        started = time.perf_counter()
-        batches = validation_batches(
-            self.inputs.validation_rows,
-            self.recipe.micro_batch_size,
-            self.settings.max_validation_batches,
+    def _ceiling_percent(self, trained: _Trained, seconds: float) -> float:
+        """Compare the step, without its validation, with what the machine could do."""
+        return self.ceiling.percent(
+            flops=step_flops(self.plan.recipe),
+            moved_bytes=trained.moved_bytes,
+            seconds=seconds - trained.metrics.get("validation_seconds", 0.0),
         )
-        result = self.engine.evaluate(txn, batches)
-        return {
-            "validation_loss": result.loss,
-            "validation_tokens": result.tokens,
-            "validation_seconds": time.perf_counter() - started,
-        }
 
     def _check_base(self, txn: Transaction) -> None:
         """Refuse to build on a head that this process did not make."""
         if txn.base is None or txn.base.id != self.head.id:
             raise ConflictError(
-                f"branch {BRANCH} moved while this run trained on it; start again to go on from"
-                " its new head"
+                f"branch {self.tiers.branch} moved while this run trained on it; start again to go"
+                " on from its new head"
             )
-
-    def _pin_snapshot(self) -> None:
-        pin_snapshot(self.store, self.head, self.settings.snapshot_every, self.progress)
-
-
-def pin_snapshot(store: Store, head: Commit, every: int, progress: Progress) -> None:
-    """Pin `head` as `step-N` when its step is a multiple of `every`."""
-    if every == 0 or head.step == 0 or head.step % every:
-        return
-    name = f"step-{head.step}"
-    try:
-        store.create_snapshot(name, ref=head.id)
-    except SnapshotExistsError:
-        # The run was rewound past this step and trained again: the older snapshot stays.
-        progress.note(f"warning: a snapshot {name} of another commit exists and was left as it is")
 
 
 def digest_of(micro_batches: list[Ids]) -> str:

@@ -6,24 +6,24 @@ nothing that depends on time or place, so equal recipes give equal objects.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from shardb import Commit, ReadView, Store, Transaction
 from shardb.errors import NotFoundError
+from shardb.state import DEFAULT_BRANCH
+from shardb.transfer_lineage import lineage
+from trainer.best import Best
 from trainer.errors import InputError
 from trainer.recipe import Recipe, Settings, canonical_json
 
-BRANCH = "main"
 RECIPE_SHARD = "meta/recipe"
 MODEL_SHARD = "meta/model"
 TOKENIZER_SHARD = "meta/tokenizer"
 TENSOR = "json"
-STEP_NAME = re.compile(r"step-\d+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,21 +42,41 @@ class StoredRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cursor:
-    """Where a run is in its data: rows consumed and tokens trained on."""
+    """Where a run is, as far as the next step depends on it.
+
+    position: rows consumed; tokens_seen: tokens trained on; skipped_steps: steps that consumed rows
+    and were not committed; scaler: the state of the loss scale; best: the lowest validation loss.
+    """
 
     position: int = 0
     tokens_seen: int = 0
+    skipped_steps: int = 0
+    scaler: Mapping[str, Any] | None = None
+    best: Best | None = None
 
     @classmethod
     def of(cls, commit: Commit) -> Cursor:
         """Read the cursor of a commit's state."""
-        return cls(position=commit.state["position"], tokens_seen=commit.state["tokens_seen"])
+        state = commit.state
+        return cls(
+            position=state["position"],
+            tokens_seen=state["tokens_seen"],
+            skipped_steps=state.get("skipped_steps", 0),
+            scaler=state.get("scaler"),
+            best=Best.from_json(state.get("best")),
+        )
+
+    def past(self, rows: int) -> Cursor:
+        """Give the cursor after so many more rows, which were not trained on."""
+        return replace(self, position=self.position + rows)
 
 
-def read_stored_run(store: Store) -> StoredRun | None:
-    """Read the head of the run's branch; None in a store without commits."""
+def read_stored_run(
+    store: Store, branch: str = DEFAULT_BRANCH, commit: Commit | None = None
+) -> StoredRun | None:
+    """Read the head of a branch, or the commit given; None when there is no such branch."""
     try:
-        view = store.at(branch=BRANCH)
+        view = store.at(branch=branch) if commit is None else store.at(commit=commit.id)
     except NotFoundError:
         return None
     with view:
@@ -81,29 +101,37 @@ def state_of(cursor: Cursor, recipe: Recipe, settings: Settings) -> dict[str, An
     return {
         "position": cursor.position,
         "tokens_seen": cursor.tokens_seen,
+        "skipped_steps": cursor.skipped_steps,
         "seed": recipe.seed,
-        "scaler": None,
+        "scaler": None if cursor.scaler is None else dict(cursor.scaler),
+        "best": None if cursor.best is None else cursor.best.to_json(),
         "settings": settings.to_json(),
     }
 
 
-def lines_since(store: Store, head: Commit, last_step: int) -> Iterator[dict[str, Any]]:
+def lines_since(
+    store: Store, head: Commit, last_step: int, *, durable_step: int
+) -> Iterator[dict[str, Any]]:
     """Make the step-log lines after `last_step` up to `head` again, from the store's log."""
     if head.step <= last_step:
         return
-    chain = [head]
     if head.step > last_step + 1:
-        # Only a power cut loses more than one line: the whole log is read for that alone.
-        commits = {r["id"]: r for r in store.history() if r["kind"] == "commit"}
-        while (record := commits.get(chain[-1].parent or "")) and record["step"] > last_step:
-            chain.append(Commit.from_record(record))
-    for commit in reversed(chain):
-        yield line_of(commit, durable_step=commit.step) | {"rebuilt": True}
+        # Only a power cut loses more than one line: the whole log is read for that alone. Steps
+        # that were never published one by one are told by the commit that rolled them up.
+        for step in lineage(store, head.id, []).steps:
+            if step.step > last_step and step.step > 0:
+                yield _rebuilt(step.step, step.metrics, durable_step)
+    yield _rebuilt(head.step, head.metrics, durable_step)
 
 
 def line_of(commit: Commit, *, durable_step: int) -> dict[str, Any]:
     """Give the step-log line of a commit: its metrics, and the newest step that is durable."""
     return {"step": commit.step, **commit.metrics, "durable_step": durable_step}
+
+
+def _rebuilt(step: int, metrics: Mapping[str, Any], durable_step: int) -> dict[str, Any]:
+    """A line of a step that may have been durable long before; what is so now is certain."""
+    return {"step": step, **metrics, "durable_step": min(step, durable_step), "rebuilt": True}
 
 
 def read_recipe(view: ReadView) -> Recipe:

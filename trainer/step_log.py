@@ -16,7 +16,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from shardb.state import DEFAULT_BRANCH
+
 FILE_NAME = "steps.jsonl"
+LOG_FOLDER = "logs"
 
 
 class StepLog:
@@ -34,6 +37,12 @@ class StepLog:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def log_folder(store: Path, branch: str) -> Path:
+    """Give the folder of a branch's step log: `logs`, or one of its own below it."""
+    folder = store / LOG_FOLDER
+    return folder if branch == DEFAULT_BRANCH else folder / "branches" / branch
 
 
 def open_step_log(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -18,22 +17,11 @@ from trainer.generate_cli import HELP, command
 from trainer.run_shards import TOKENIZER_SHARD, read_bytes, read_stored_run
 from trainer.start import engine_for
 
-# Command lines of the system that this one replaces, its directories and dtype changed.
-OLDER_COMMAND_LINE = """
- --train --seq-len 512 --micro-batch-size 32 --gradient-accumulation-steps 4 --dtype bf16
- --master-weight-dtype fp32 --shard-storage-format safetensors --device cpu --optimizer adamw
- --learning-rate 1e-5 --weight-decay 0.05 --beta1 0.9 --beta2 0.95 --adam-eps 1e-8
- --max-grad-norm 1.0 --grad-clip-mode global --lr-schedule tokens --warmup-tokens 26214400
- --decay-tokens 500000000 --min-lr-ratio 0.5 --max-steps 25000 --save-every 0
- --validate-every 100 --max-validation-batches 50 --no-shuffle-train --max-resident-shards 27
- --prefetch-shards cpu --prefetch-window 27 --prefetch-optimizer-shards
- --no-clear-cuda-cache-between-shards --shard-log-every 0 --trainer-state-every 25
- --lm-head-chunk-tokens 4096 --async-shard-writes --max-pending-shard-writes 8
-""".split()
 STEP_LINE_KEYS = {
     *("step", "loss", "learning_rate", "tokens_seen", "grad_norm", "tokens_per_second"),
     *("seconds", "updated_shards", "max_active_param_shards", "durable_step"),
-    *("clip_scale", "tokens", "batch_digest", "timings", "pending_writes"),
+    *("clip_scale", "tokens", "batch_digest", "timings", "pending_writes", "bytes_read"),
+    *("bytes_written", "skipped_steps", "ceiling_percent", "publish_pending", "publish_seconds"),
 }
 
 
@@ -69,26 +57,6 @@ def test_a_dry_run_tells_exact_sizes_and_makes_nothing(
     assert report["budget"]["bytes_written_per_step"] == sum(made.values())
     held = sum(f.stat().st_size for part in ("objects", "spare") for f in (store / part).iterdir())
     assert held <= report["budget"]["store_bytes"]
-
-
-def test_an_older_command_line_parses_and_is_answered_flag_by_flag(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = tmp_path / "rows"
-    rows.mkdir()
-    np.save(rows / "rows.npy", np.arange(4 * 513, dtype="<i4").reshape(4, 513) % 8000)
-    args = ["--store", str(tmp_path / "run"), "--data-dir", str(rows), "--preset"]
-    args += ["perkunas-v2.8-50m", *OLDER_COMMAND_LINE, "--dry-run", "--json"]
-    assert train_here(args) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["parameter_count"] == 55_963_520
-    assert report["tokens_per_step"] == 65_536
-    noted = {note.split()[0] for note in report["notes"] if note.startswith("--")}
-    assert noted == {
-        *("--train", "--shard-storage-format", "--max-resident-shards", "--prefetch-window"),
-        *("--prefetch-optimizer-shards", "--clear-cuda-cache-between-shards"),
-        *("--shard-log-every", "--trainer-state-every"),
-    }
 
 
 def test_each_line_has_what_scripts_read(data: Path, tmp_path: Path) -> None:

@@ -1,0 +1,182 @@
+"""What exists of a run before it goes on: its durable head, and an active store that is ahead.
+
+Owns the look at both stores, and what refuses them. Writes nothing. Invariants: a run never starts
+empty where history exists, and no committed step is passed over without a word.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import shardb
+from shardb import Commit, Store
+from shardb.errors import ConflictError, NotFoundError
+from shardb.state import DEFAULT_BRANCH
+from shardb.transfer_lineage import lineage
+from trainer.active_hint import hinted_active
+from trainer.active_relation import Relation, open_active, relation_of
+from trainer.errors import InputError
+from trainer.recipe_build import Given, settings_given
+from trainer.run_shards import StoredRun, read_stored_run
+from trainer.step_log import last_logged_step, log_folder
+
+FORMAT_FILE = "FORMAT"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a command line finds: `newest` is `durable`, or the head of the active store `ahead`.
+
+    `begins_branch` says that the branch does not exist and begins at `newest`.
+    """
+
+    branch: str
+    durable: StoredRun | None = None
+    newest: StoredRun | None = None
+    ahead: Path | None = None
+    begins_branch: bool = False
+
+
+def find_run(given: Given) -> Found:
+    """Look into the stores that the flags, the last commit and the last start name."""
+    path, branch = Path(given["store"]), given.get("branch", DEFAULT_BRANCH)
+    if not _is_store(path):
+        _check_may_begin(path, branch, from_ref=given.get("from_ref"))
+        active = settings_given(given).get("active")
+        if active is not None:
+            _refuse_history(Path(active), path)
+        return Found(branch=branch)
+    allow_network = bool(given.get("allow_network"))
+    with shardb.open(path, allow_network=allow_network) as store:
+        durable, begins_branch = _durable_run(store, branch, given.get("from_ref"))
+        if durable is None:
+            return Found(branch=branch)
+        if begins_branch:
+            return Found(branch=branch, durable=durable, newest=durable, begins_branch=True)
+        return _with_active(store, path, branch, durable, given)
+
+
+def _with_active(store: Store, path: Path, branch: str, durable: StoredRun, given: Given) -> Found:
+    """Look for newer steps in every active store that this run may have been trained in."""
+    named = (
+        settings_given(given).get("active"),
+        durable.settings.active,
+        hinted_active(path, branch),
+    )
+    found = Found(branch=branch, durable=durable, newest=durable)
+    for active_path in dict.fromkeys(Path(name) for name in named if name):
+        if not _is_store(active_path):
+            continue
+        with open_active(active_path, durable.step) as active:
+            if relation_of(active, store, branch) is not Relation.AHEAD:
+                continue
+            newest = read_stored_run(active, branch)
+        assert newest is not None, "a store that is ahead has a head"
+        if found.ahead is not None and found.newest != newest:
+            raise ConflictError(
+                f"{found.ahead} and {active_path} both go on from step {durable.step} of {path},"
+                " each on its own: remove the one that is not wanted"
+            )
+        found = Found(branch=branch, durable=durable, newest=newest, ahead=active_path)
+    return found
+
+
+def _durable_run(store: Store, branch: str, from_ref: str | None) -> tuple[StoredRun | None, bool]:
+    """Read the head of the branch, or of where it is to begin; None in a store without commits."""
+    head = store.branches().get(branch)
+    if from_ref is not None:
+        start = _resolve_start(store, branch, head, from_ref)
+        if head is None:
+            return read_stored_run(store, commit=start), True
+        _check_began_at(store, branch, head, start)
+    if head is None:
+        _refuse_lost_head(store, branch)
+        return None, False
+    return read_stored_run(store, branch), False
+
+
+def _resolve_start(store: Store, branch: str, head: Commit | None, from_ref: str) -> Commit:
+    try:
+        return store.resolve(from_ref)
+    except NotFoundError as error:
+        if head is None:
+            raise
+        raise NotFoundError(
+            f"{error.message}; branch {branch!r} exists and is at step {head.step}: leave --from"
+            " out to go on with it"
+        ) from error
+
+
+def _check_began_at(store: Store, branch: str, head: Commit, start: Commit) -> None:
+    """Let the call that began a branch go on with it; refuse one that means another beginning."""
+    if head.id == start.id:
+        return
+    found = lineage(store, head.id, [start.id])
+    first_parent = found.steps[0].parent if found.steps else head.parent
+    if start.branch == branch or not found.reached or first_parent != start.id:
+        raise ConflictError(
+            f"{store.root}: branch {branch!r} exists, is at step {head.step}, and did not begin at"
+            f" step {start.step} (commit {start.id}): leave --from out to go on with it, or give"
+            " another --branch"
+        )
+
+
+def _refuse_lost_head(store: Store, branch: str) -> None:
+    """Never start empty where history exists."""
+    path = store.root
+    branches = store.branches()
+    if branches:
+        raise NotFoundError(
+            f"{path}: there is no branch {branch!r}; there are {', '.join(branches)}: begin it with"
+            f" --branch {branch} --from STEP, or go on with one of them"
+        )
+    logged_step = last_logged_step(log_folder(Path(path), branch))
+    if store.commits() or logged_step:
+        raise ConflictError(
+            f"{path}: branch {branch} has no commit, but the store has history (step {logged_step}"
+            f" in its step log): see `shardb log {path}` and `shardb recover {path}`, or give"
+            " another --store"
+        )
+
+
+def _check_may_begin(path: Path, branch: str, from_ref: str | None) -> None:
+    """Refuse a place where no run may begin."""
+    logged_step = last_logged_step(log_folder(path, branch))
+    if logged_step > 0:
+        raise InputError(
+            f"{path}: its step log goes to step {logged_step}, but the store is gone: put the store"
+            " back, or remove the folder to begin anew"
+        )
+    if path.exists() and (not path.is_dir() or not _may_become_store(path)):
+        raise InputError(f"{path}: exists and holds no store: give another --store")
+    if from_ref is not None:
+        raise NotFoundError(f"{path}: there is no store, and so no {from_ref!r} to begin from")
+
+
+def _refuse_history(active_path: Path, path: Path) -> None:
+    """Refuse the active store of a run whose durable one is not there."""
+    if not _is_store(active_path):
+        return
+    with shardb.open(active_path) as active:
+        steps = [commit.step for commit in active.commits()]
+    if steps:
+        raise ConflictError(
+            f"{active_path}: holds a run at step {max(steps)}, but {path} does not exist: put that"
+            " store back, copy the run there with `shardb push`, or give another --active"
+        )
+
+
+def _is_store(path: Path) -> bool:
+    # Objects are written only after FORMAT was: without it they mean damage, which opening tells.
+    return (path / FORMAT_FILE).exists() or _has_entries(path / "objects")
+
+
+def _may_become_store(path: Path) -> bool:
+    """Whether a folder is empty, or holds only what a store's making left when it died."""
+    return not _has_entries(path) or (path / "wal").is_dir()
+
+
+def _has_entries(folder: Path) -> bool:
+    return folder.is_dir() and any(True for _ in os.scandir(folder))
