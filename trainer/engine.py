@@ -7,6 +7,7 @@ and a transaction, and nothing of files, schedules, data order or commits: the c
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,15 +15,17 @@ from torch import Tensor
 
 from shardb import torch_adaptor
 from trainer.device import Device
-from trainer.errors import InputError
+from trainer.errors import InputError, NonFiniteError
 from trainer.evaluate import EvalResult, Evaluator
+from trainer.gradient_pass import GradientPass
 from trainer.model.config import ModelConfig
 from trainer.model.initialise import fill_initial
 from trainer.model.stages import LmHead, build_stages, build_trunk
 from trainer.options import EngineOptions
 from trainer.prefetch import prefetch_of
-from trainer.residency import ShardReader
-from trainer.step import ShardTransaction, StepModel, StepResult, TrainStep
+from trainer.residency import ShardReader, ShardWindow
+from trainer.step import ShardTransaction, StepOrder, StepResult, TrainStep
+from trainer.step_model import StepModel
 from trainer.timing import StepClock
 from trainer.tokens import Tokens, check_length
 
@@ -68,20 +71,63 @@ class Engine:
         *,
         step: int,
         learning_rate: float,
+        loss_scale: float = 1.0,
+        grad_norm_scale: float = 1.0,
     ) -> StepResult:
         """Stage the next version of every shard; the caller commits.
 
-        micro_batches: integer rows [B, T + 1] each; step: number of the new step, from 1.
+        micro_batches: integer rows [B, T + 1] each; step: number of the new step, from 1;
+        loss_scale: a power of two, for fp16; grad_norm_scale: lowers the norm of clipping.
 
         Raises:
             InputError: a batch does not fit the model, or has no label that counts.
             NonFiniteError: the loss or a gradient is not finite.
+            GradientOverflowError: a gradient is not finite, and the loss was scaled.
         """
+        order = StepOrder(
+            step=step,
+            learning_rate=learning_rate,
+            loss_scale=loss_scale,
+            grad_norm_scale=grad_norm_scale,
+        )
+        return TrainStep(self._model, txn, order).run(self._tokens(micro_batches))
+
+    def discard_step(self, txn: ShardTransaction) -> None:
+        """Drop what a step staged, so that the same transaction can try again."""
+        for stage in self.stages:
+            for kind in ("params", "optim"):
+                txn.discard(f"{kind}/{stage.name}")
+
+    def find_non_finite(
+        self, reader: ShardReader, micro_batches: Sequence[Rows]
+    ) -> NonFiniteError | None:
+        """Take the gradients in fp32, without a loss scale; give the error that names a bad one.
+
+        None when all are finite: then only the range of the compute dtype was too small.
+        """
+        model = replace(self._model, options=replace(self.options, dtype="fp32"))
+        clock = StepClock()
+        window = ShardWindow(
+            reader,
+            model.gradient_order(),
+            prefetch=prefetch_of(self.options, self.device),
+            clock=clock,
+        )
+        try:
+            with window:
+                for _ in GradientPass(model, window, model.compute(clock)).run(
+                    self._tokens(micro_batches)
+                ):
+                    pass
+        except NonFiniteError as error:
+            return error
+        return None
+
+    def _tokens(self, micro_batches: Sequence[Rows]) -> list[Tokens]:
         batches = [Tokens.from_rows(rows, self.config, self.device) for rows in micro_batches]
         if not sum(batch.valid_count for batch in batches):
             raise InputError("no label of this step counts in the loss: every one is -100")
-        course = TrainStep(self._model, txn, step=step, learning_rate=learning_rate)
-        return course.run(batches)
+        return batches
 
     def evaluate(self, reader: ShardReader, batches: Iterable[Rows]) -> EvalResult:
         """Give the mean loss over the valid tokens of rows [B, T + 1]."""

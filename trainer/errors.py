@@ -1,7 +1,10 @@
 """The trainer's own errors, in the tree of `shardb.errors`.
 
-InputError            2  a flag, a recipe or a file is wrong: mend it and start again
-└── NonFiniteError    2  training diverged: the recipe has to change, nothing was committed
+InputError                  2  a flag, a recipe or a file is wrong: mend it and start again
+├── NonFiniteError          2  training diverged: the recipe has to change, nothing was committed
+│   └── GradientOverflowError  the loss scale is too large for this batch: skip it, scale less
+├── UpdateRejectedError     2  the guard let no attempt at this batch pass: skip it
+└── SkipLimitError          2  too many batches in a row were skipped: the recipe has to change
 """
 
 from __future__ import annotations
@@ -25,3 +28,21 @@ class NonFiniteError(InputError):
         super().__init__(message)
         self.shard = shard
         self.tensor = tensor
+
+
+class GradientOverflowError(NonFiniteError):
+    """A gradient of a scaled loss is not finite; the batch is skipped and the scale halved."""
+
+    kind = "gradient_overflow"
+
+
+class UpdateRejectedError(InputError):
+    """Every attempt at a batch made its own loss clearly worse; the batch is skipped."""
+
+    kind = "update_rejected"
+
+
+class SkipLimitError(InputError):
+    """So many batches in a row were skipped that going on would only burn data."""
+
+    kind = "skip_limit"

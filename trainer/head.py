@@ -24,7 +24,7 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadGradients:
-    """The loss summed over valid tokens (float64), and the gradients of its mean."""
+    """The loss summed over valid tokens (float64), and the gradients of its scaled mean."""
 
     loss_sum: Tensor
     hidden: list[Tensor]
@@ -39,8 +39,9 @@ def head_backward(
     *,
     valid_tokens: int,
     chunk_tokens: int,
+    loss_scale: float = 1.0,
 ) -> HeadGradients:
-    """Give the loss and the gradients of (loss sum / valid_tokens), chunk by chunk.
+    """Give the loss and the gradients of (loss_scale * loss sum / valid_tokens), chunk by chunk.
 
     hidden: [B, T, D] and labels: [B, T] a micro-batch; chunks never span two micro-batches.
     """
@@ -48,7 +49,7 @@ def head_backward(
     total = GradientSum()
     loss_sum = torch.zeros((), dtype=torch.float64, device=hidden[0].device)
     # 1/n as an fp32 quotient is what autograd itself would send back through a division by n.
-    seed = torch.ones((), device=hidden[0].device) / valid_tokens
+    seed = torch.full((), loss_scale, device=hidden[0].device) / valid_tokens
     hidden_gradients = []
     for x_BTD, labels_BT in zip(hidden, labels, strict=True):
         gradient_ND = torch.empty_like(x_BTD).flatten(0, 1)

@@ -6,25 +6,26 @@ Owns the settings' rules. Knows nothing of models, data or stores.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from trainer.errors import InputError
+from trainer.normaliser import NormaliserSettings
 from trainer.optimizers.adafactor import Adafactor
 from trainer.optimizers.adamw import AdamW
 from trainer.optimizers.lion import Lion
 from trainer.optimizers.rule import UpdateRule
 
 _CHOICES = {
-    "dtype": ("fp32", "bf16"),
+    "dtype": ("fp32", "bf16", "fp16"),
     "optimizer": ("adamw", "lion", "adafactor"),
     "grad_clip_mode": ("global", "shard", "none"),
     "weight_decay_scope": ("all", "matrices"),
     "prefetch": ("off", "cpu", "gpu", "secondary-gpu"),
     "activations": ("recompute", "keep"),
 }
-_TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +62,7 @@ class EngineOptions:
     prefetch_optimizer_shards: bool = True
     timing_sync_cuda: bool = False
     activations: str = "recompute"
+    normaliser: NormaliserSettings = field(default_factory=NormaliserSettings)
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

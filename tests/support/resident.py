@@ -7,6 +7,7 @@ optimizer is `torch.optim.AdamW` and global clipping is `clip_grad_norm_`. It sh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ from trainer.model.stages import LmHead, Stage, build_stages, build_trunk
 from trainer.options import EngineOptions
 
 MOMENTS = {"exp_avg", "exp_avg_sq", "row_var", "col_var", "variance"}
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,24 @@ class ResidentTrainer:
             options, [p for shard in self.params.values() for p in shard.values()]
         )
 
-    def step(self, micro_batches: Sequence[np.ndarray], learning_rate: float) -> ResidentStep:
+    def step(
+        self,
+        micro_batches: Sequence[np.ndarray],
+        learning_rate: float,
+        *,
+        loss_scale: float = 1.0,
+        is_normalised: bool = False,
+    ) -> ResidentStep | None:
+        """Train one step; None, and nothing is changed, when a gradient is not finite."""
         self.optimizer.zero_grad(set_to_none=True)
         valid = sum(int((rows[:, 1:] != -100).sum()) for rows in micro_batches)
-        loss_sum = self._accumulate(micro_batches, valid)
+        loss_sum = self._accumulate(micro_batches, valid, loss_scale)
+        found = [g for shard in self.params.values() for g in gradients_of(shard)]
+        torch._foreach_div_(found, loss_scale)
+        if not all(bool(torch.isfinite(g).all()) for g in found):
+            return None
+        if is_normalised:
+            self._normalise()
         norm, scale = self._clip()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -75,7 +90,24 @@ class ResidentTrainer:
                     found[f"optim/{stage}:{name}.{moment}"] = state[moment].cpu().numpy().copy()
         return found
 
-    def _accumulate(self, micro_batches: Sequence[np.ndarray], valid: int) -> float:
+    def _normalise(self) -> None:
+        """Bring every shard's root mean square gradient nearer to that of the whole model."""
+        settings = self.options.normaliser
+        norms, counts = [], []
+        for shard in self.params.values():
+            norms.append(float(torch.nn.utils.get_total_norm(gradients_of(shard))))
+            counts.append(sum(p.numel() for p in shard.values()))
+        target = math.sqrt(math.fsum(n**2 for n in norms) / sum(counts))
+        for shard, norm, count in zip(self.params.values(), norms, counts, strict=True):
+            raw = target / (norm / math.sqrt(count))
+            clamped = max(settings.min_scale, min(settings.max_scale, raw))
+            factor = 1.0 + settings.blend * (clamped - 1.0)
+            for gradient in gradients_of(shard):
+                gradient.mul_(factor)
+
+    def _accumulate(
+        self, micro_batches: Sequence[np.ndarray], valid: int, loss_scale: float
+    ) -> float:
         """Head first for every micro-batch, then what is below: a shared weight sums in order."""
         loss_sum = 0.0
         pending = []
@@ -92,7 +124,7 @@ class ResidentTrainer:
                 part = slice(start, start + chunk)
                 logits = self.head.forward(self._active(self.head), flat[part]).float()
                 loss = F.cross_entropy(logits, targets[part], reduction="sum", ignore_index=-100)
-                torch.autograd.backward(loss / valid)
+                torch.autograd.backward(loss / valid * loss_scale)
                 loss_sum += float(loss.detach())
             pending.append((hidden, leaf.grad))
         for hidden, gradient in pending:
@@ -148,6 +180,11 @@ class ResidentLion(torch.optim.Optimizer):
                 update = m.mul(beta1).add(p.grad, alpha=1.0 - beta1).sign()
                 p.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
                 m.mul_(beta2).add_(p.grad, alpha=1.0 - beta2)
+
+
+def gradients_of(shard: dict[str, Tensor]) -> list[Tensor]:
+    """Give the gradients of a shard's parameters, each of which has one."""
+    return [p.grad for p in shard.values() if p.grad is not None]
 
 
 def optimizer_of(options: EngineOptions, params: list[Tensor]) -> torch.optim.Optimizer:

@@ -25,6 +25,7 @@ class ShardUpdate:
     gradient_scale: float
     learning_rate: float
     step: int
+    name: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,138 @@
+"""One forward and one backward pass: every shard's finished gradients, from the head down.
+
+Owns what happens to a gradient between its last term and its use: the loss scale is taken out, the
+normaliser's factor is put on, its norms are taken. Knows nothing of updates or staging. Invariants:
+all of that happens in fp32, after the sum; a gradient that is not finite is never handed out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from shardb import ShardView
+from trainer.backward import StageGradients, replay_backward
+from trainer.clipping import tensor_norms, total_norm
+from trainer.errors import GradientOverflowError, NonFiniteError
+from trainer.forward import bring_in, trace_forward
+from trainer.head import HeadGradients, head_backward
+from trainer.model.stages import Stage
+from trainer.residency import ShardWindow
+from trainer.step_model import StepModel
+from trainer.tape import Compute, Tape
+from trainer.tokens import Tokens
+
+
+class GradientPass:
+    """`run` yields gradients; `loss` and `norms` are known when it ends.
+
+    loss_scale: the loss is multiplied by it before the backward pass, so that fp16 gradients do not
+    underflow; a power of two, so that taking it out again is exact. factors: what each shard's
+    gradients are multiplied by, 1 where none is given.
+    """
+
+    def __init__(
+        self,
+        model: StepModel,
+        window: ShardWindow,
+        compute: Compute,
+        *,
+        loss_scale: float = 1.0,
+        factors: Mapping[str, float] | None = None,
+    ) -> None:
+        self.loss = math.nan
+        self.norms: dict[str, Tensor] = {}
+        self._model = model
+        self._window = window
+        self._compute = compute
+        self._loss_scale = loss_scale
+        self._factors = factors or {}
+
+    def run(self, batches: Sequence[Tokens]) -> Iterator[StageGradients]:
+        """Yield each shard's gradients while its parameters are in.
+
+        Raises:
+            NonFiniteError: the loss or a gradient is not finite.
+            GradientOverflowError: a gradient is not finite, and the loss was scaled.
+        """
+        model = self._model
+        tapes = trace_forward(
+            model.trunk,
+            self._window,
+            self._compute,
+            [batch.ids for batch in batches],
+            keep_activations=model.options.activations == "keep",
+        )
+        with self._window.take(f"params/{model.head.name}") as view:
+            found = self._head(view, tapes, batches)
+            if not model.tied:
+                yield self._finished(model.head, view, found.params)
+        start = found.params if model.tied else None
+        for ready in replay_backward(
+            model.trunk, self._window, self._compute, tapes, found.hidden, start
+        ):
+            yield self._finished(ready.stage, ready.view, ready.gradients)
+
+    def total_norm(self) -> Tensor:
+        """Give the norm over the model, tensors in forward order."""
+        return total_norm([self.norms[stage.name] for stage in self._model.owners()])
+
+    def _head(self, view: ShardView, tapes: list[Tape], batches: Sequence[Tokens]) -> HeadGradients:
+        params = bring_in(self._model.head, view, self._compute)
+        valid_tokens = sum(batch.valid_count for batch in batches)
+        with self._compute.clock.measure("head_kernel_seconds"):
+            found = head_backward(
+                self._model.head,
+                params,
+                tapes[-1].outputs,
+                [batch.labels for batch in batches],
+                valid_tokens=valid_tokens,
+                chunk_tokens=self._model.options.lm_head_chunk_tokens,
+                loss_scale=self._loss_scale,
+            )
+        self.loss = float(found.loss_sum) / valid_tokens
+        if not math.isfinite(self.loss):
+            raise _diverged(self._model.trunk, tapes, self.loss)
+        tapes[-1].outputs.clear()
+        return found
+
+    def _finished(
+        self, stage: Stage, view: ShardView, gradients: dict[str, Tensor]
+    ) -> StageGradients:
+        for multiplier in (1.0 / self._loss_scale, self._factors.get(stage.name, 1.0)):
+            if multiplier != 1.0:
+                for gradient in gradients.values():
+                    gradient.mul_(multiplier)
+        try:
+            self.norms[stage.name] = tensor_norms(f"params/{stage.name}", gradients)
+        except NonFiniteError as error:
+            if self._loss_scale > 1.0:
+                raise GradientOverflowError(
+                    f"the gradient of {error.shard}/{error.tensor} overflowed at loss scale"
+                    f" {self._loss_scale:g}: the batch is skipped",
+                    shard=error.shard,
+                    tensor=error.tensor,
+                ) from error
+            raise
+        return StageGradients(stage=stage, view=view, gradients=gradients)
+
+
+def _diverged(trunk: Sequence[Stage], tapes: list[Tape], loss: float) -> NonFiniteError:
+    """Name the first stage whose output is not finite. No loss scale can be the cause of it."""
+    for stage, tape in zip(trunk, tapes, strict=True):
+        if not all(bool(torch.isfinite(x).all()) for x in tape.outputs):
+            return NonFiniteError(
+                f"the loss is {loss}: the first values that are not finite leave {stage.name}; "
+                "nothing was committed; resume with a lower --learning-rate",
+                shard=f"params/{stage.name}",
+                tensor="output",
+            )
+    return NonFiniteError(
+        f"the loss is {loss}, from finite inputs of the head; nothing was committed; resume with a "
+        "lower --learning-rate",
+        shard="params/lm_head",
+        tensor="logits",
+    )
