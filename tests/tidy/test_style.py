@@ -59,6 +59,8 @@ GOOD = [
     ("tests/unit/test_a.py", "def test_a():\n    with pytest.raises(ValueError):\n        f()"),
     ("tests/unit/test_a.py", "def test_a():\n    np.testing.assert_equal(f(), 1)"),
     ("tests/unit/test_a.py", "def test_a():\n    assert f() == 1"),
+    ("tests/unit/test_a.py", "def test_a():\n    check(f())"),
+    ("tests/unit/test_a.py", f"x = '{'a' * 90}'  # type: ignore[index]"),
     ("shardb/__init__.py", "__all__ = ['A', 'a', 'b']"),
 ]
 
