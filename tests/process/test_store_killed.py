@@ -22,6 +22,7 @@ from tests.support.stores import (
 )
 
 KILLS = 30
+KILLS_MAX = 4 * KILLS
 DELAY_SECONDS_MAX = 0.06
 SNAPSHOT_EVERY = 7
 SEGMENT_BYTES = 6_000
@@ -69,7 +70,8 @@ def check_store(root: Path, medium: str, told: list[int]) -> int:
 def test_does_a_store_survive_being_killed_at_any_moment(tmp_path: Path, medium: str) -> None:
     source = random.Random(medium)
     root, told, steps = tmp_path / "run", [0], []
-    for _ in range(KILLS):
+    # On a busy machine many a child dies before its first step: those kills count for little.
+    while len(steps) < KILLS or (steps[-1] <= KILLS / 2 and len(steps) < KILLS_MAX):
         child = Child(lambda tell: write_steps(root, medium, tell))
         if source.random() < 0.8:
             assert child.first() == steps[-1] if steps else True
