@@ -26,7 +26,7 @@ from typing import Any
 
 from tools.demo_terms import DemoError, Folder, Plan, planned
 from tools.demo_text import own_text, plays
-from tools.demo_train import read_steps, trainer_environment, watch
+from tools.demo_train import read_steps, watch
 
 DEFAULT_TEXT = "Shakespeare's plays"
 SEED = "7"
@@ -218,9 +218,7 @@ def _run(*command: str, quiet: bool = False) -> str:
     """Show and run a command; its output is passed through, or given back when `quiet`."""
     full = _shown(*command)
     try:
-        answer = subprocess.run(
-            full, stdout=subprocess.PIPE if quiet else None, env=trainer_environment(), check=False
-        )
+        answer = subprocess.run(full, stdout=subprocess.PIPE if quiet else None, check=False)
     except FileNotFoundError:
         raise DemoError(f"{command[0]} is not installed here: run `make demo`") from None
     if answer.returncode != 0:
