@@ -46,7 +46,18 @@ class Appender:
         """Hold the log's lock, caught up; gives the end of the log."""
         store = self._store
         with self.errors(doing), store.locks.wal():
-            yield catch_up(store.log, store.index, store.recovery, whole=False)
+            yield self._catch_up(doing)
+
+    def _catch_up(self, doing: str) -> Position:
+        """Take in what others have appended. A sync of it that fails poisons the store, too."""
+        store = self._store
+        try:
+            return catch_up(store.log, store.index, store.recovery, whole=False)
+        except OSError as error:
+            failure = self.error(doing, error)
+            if error.errno not in FULL:
+                self.fail(failure)
+            raise failure from error
 
     def change(self, make: Callable[[Tables], Record | None]) -> Record | None:
         """Append the record that `make` returns for the newest state; None appends nothing."""
@@ -58,7 +69,12 @@ class Appender:
         return record
 
     def append(self, end: Position, record: Record, *, commit_id: str | None = None) -> None:
-        """Append one record durably, apply it, retire what it lets go. The lock is held."""
+        """Append one record durably, apply it, retire what it lets go. The lock is held.
+
+        It is applied once before, to no effect: a record that the tables refuse would be in the log
+        for good, and no store with it could be opened any more.
+        """
+        self._store.index.exclude(lambda tables: state.apply(tables, record))
         self._apply(record, self.append_durably(end, record, commit_id=commit_id))
 
     def append_durably(

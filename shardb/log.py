@@ -111,9 +111,13 @@ class Log:
 
     def read(self, sequence: int, start: int = 0) -> bytes:
         """The bytes of a segment from `start` on; LogDamagedError when it cannot be unpacked."""
-        path = self.path(sequence)
-        if not self._files.exists(path):
+        try:
+            return self._read_raw(sequence, start)
+        except FileNotFoundError:  # closed, maybe at this moment
             return self._unpack(sequence)[start:]
+
+    def _read_raw(self, sequence: int, start: int) -> bytes:
+        path = self.path(sequence)
         size = self._files.status(path).size_bytes
         if size > SEGMENT_READ_LIMIT_BYTES:
             raise LogDamagedError(

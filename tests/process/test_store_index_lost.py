@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from pathlib import Path
 
 import pytest
 
 import shardb
-from tests.support.stores import answers_at, commit_step, copied, values_of
+from shardb.errors import LogTruncatedError
+from tests.support.stores import answers_at, commit_step, copied, flip_bit, values_of
 
 
 @pytest.fixture
-def closed(tmp_path: Path) -> Path:
+def closed(root: Path) -> Path:
     """A closed store of five steps with a snapshot of the second."""
-    root = tmp_path / "run"
     with shardb.open(root, create=True) as store:
         for step in (1, 2):
             commit_step(store, step)
@@ -48,6 +49,37 @@ def test_are_the_answers_the_same_with_a_truncated_index(closed: Path, length: i
     with shardb.open(closed) as store:
         assert [entry["what"] for entry in store.recovery.rebuilt] == ["index"]
     assert answers_at(closed) == before
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"\xff" * 8192, None])
+def test_are_the_answers_the_same_whatever_the_lock_file_of_the_index_holds(
+    closed: Path, content: bytes | None
+) -> None:
+    before = answers_at(closed)
+    lock = closed / "index" / "lock.mdb"
+    if content is None:
+        lock.unlink()
+    else:
+        lock.write_bytes(content)
+    assert answers_at(closed) == before
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_are_the_answers_the_same_with_flipped_bits_in_the_index(
+    closed: Path, tmp_path: Path, seed: int
+) -> None:
+    """Or the witness itself is hit, and the log is refused; a wrong answer never."""
+    before = answers_at(closed)
+    data, source, refused = (closed / "index" / "data.mdb").read_bytes(), random.Random(seed), 0
+    used = [offset for offset, byte in enumerate(data) if byte]
+    for number in range(15):
+        root = copied(closed, tmp_path / f"copy-{number}")
+        flip_bit(root / "index" / "data.mdb", source.choice(used))
+        try:
+            assert answers_at(root) == before
+        except LogTruncatedError:
+            refused += 1
+    assert refused <= 1
 
 
 def test_are_the_answers_the_same_with_an_older_index(tmp_path: Path) -> None:

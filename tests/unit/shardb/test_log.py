@@ -308,3 +308,16 @@ def test_is_damage_to_a_closed_segment_named(log: Log) -> None:
         "missing",
     ]
     assert len(log.damaged_closed(closed, budget_bytes=0)) == 2
+
+
+def test_is_a_segment_read_that_is_closed_at_this_moment(tmp_path: Path) -> None:
+    plain = Log(RealFileSystem(), str(tmp_path))
+    filled_log(plain)
+    plain.compress(1)
+    log = Log(InterposedFiles("status", lambda *_: plain.drop_raw(1)), str(tmp_path))
+    assert [frame.payload for frame in log.scan(1).frames] == PAYLOADS
+
+
+def test_is_a_segment_that_is_nowhere_missing(log: Log) -> None:
+    with pytest.raises(FileNotFoundError):
+        log.scan(1)

@@ -175,3 +175,22 @@ def test_is_an_unknown_commit_told_and_found_when_it_landed(root: Path, medium_n
         assert store.resolve(caught.value.commit_id).step == 2
         with store.at() as view:
             assert values_of(view) == {"params/a": 2.0, "params/b": 2.0}
+
+
+@pytest.mark.parametrize("medium_name", MEDIA)
+def test_is_a_live_object_never_opened_for_writing(root: Path, medium_name: str) -> None:
+    """Somebody may have mapped it: saving over it would change what they see."""
+    opened: list[str] = []
+
+    def note(path: str, flags: int, *_: object) -> None:
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_TRUNC):
+            opened.append(path)
+
+    files = InterposedFiles("open", note, medium=medium_name)
+    with shardb.open(root, create=True, files=files) as store:
+        for step in range(1, 9):
+            commit_step(store, step, fill=step % 3)
+            with store.at() as view:
+                values_of(view)
+    assert [path for path in opened if "/objects/" in path] == []
+    assert [path for path in opened if "/spare/staged." in path] != []
