@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import shardb
 from shardb import ShardView
+from shardb.views import TensorImage
 from tests.support.training import arguments, step_lines, train_here
+from trainer.device import Device
 from trainer.residency import ShardWindow
 
 PREFETCH = {
@@ -122,3 +126,60 @@ def test_prefetching_to_a_device_that_is_not_there_is_refused(
     assert train_here(args) == 2
     assert f"--prefetch-shards {prefetch}: the run computes on the CPU" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+# On a GPU, where shards that are read ahead are also copied there ahead.
+
+GPUS = torch.cuda.device_count()
+ON_GPU = ("--device", "cuda", *WRITES["async"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(GPUS < 1, reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_no_prefetch_mode_changes_a_bit_on_a_gpu(data: Path, tmp_path: Path, dtype: str) -> None:
+    modes = ["cpu", "gpu", *(["secondary-gpu"] if GPUS > 1 else [])]
+    flags = (*ON_GPU, "--dtype", dtype)
+    off = digests(data, tmp_path / "off", *flags)
+    for mode in modes:
+        for window in ("1", "3", "500"):
+            prefetch = ("--prefetch-shards", mode, "--prefetch-window", window)
+            found = digests(data, tmp_path / f"{mode}-{window}", *flags, *prefetch)
+            assert found == off, (mode, window)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(GPUS < 1, reason="needs a CUDA device")
+def test_control_one_shard_sent_ahead_wrongly_is_noticed(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    off = digests(data, tmp_path / "off", *ON_GPU)
+    true_way = Device.open_ahead
+
+    def emptied(device: Device, prefetch: str) -> Callable[[TensorImage], None] | None:
+        send = true_way(device, prefetch)
+        assert send is not None
+
+        def send_nothing(view: TensorImage) -> None:
+            send(view)
+            device.wait()
+            if "block_001" in view.name:
+                for tensor in device._sent[view].tensors.values():
+                    tensor.zero_()
+                device.wait()
+
+        return send_nothing
+
+    monkeypatch.setattr(Device, "open_ahead", emptied)
+    flags = ("--prefetch-shards", "gpu", "--prefetch-window", "500")
+    assert digests(data, tmp_path / "run", *ON_GPU, *flags) != off
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(GPUS != 1, reason="needs exactly one CUDA device")
+def test_a_second_gpu_that_is_not_there_is_refused(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--device", "cuda", "--prefetch-shards", "secondary-gpu")
+    assert train_here(arguments(tmp_path / "run", data, *STEPS, *flags)) == 2
+    assert "one CUDA device here" in capsys.readouterr().err

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -226,3 +228,48 @@ def test_help_names_every_flag_and_exit_code(capsys: pytest.CaptureFixture[str])
     text = capsys.readouterr().out
     for word in (*MODEL[::2], "--dry-run", "--store", "143", "second SIGINT", "steps.jsonl"):
         assert word in text
+
+
+def test_event_files_are_written_where_a_writer_is_there(
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    events = tmp_path / "events"
+    flags = ("--max-steps", "3", "--tensorboard", str(events))
+    for module in ("torch.utils.tensorboard", "tensorboardX"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert train_here(arguments(tmp_path / "run", data, *flags)) == 2
+    assert "shardb[tensorboard]" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+    points: list[tuple[int, str, float]] = []
+
+    class Writer:
+        """Keeps the points that it is given."""
+
+        def __init__(self, folder: str, purge_step: int) -> None:
+            points.append((purge_step, folder, 0.0))
+
+        def add_scalar(self, tag: str, value: float, step: int) -> None:
+            points.append((step, tag, value))
+
+        def close(self) -> None:
+            """Nothing is open."""
+
+    writers = ModuleType("tensorboardX")
+    writers.SummaryWriter = Writer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tensorboardX", writers)
+    assert train_here(arguments(tmp_path / "run", data, *flags)) == 0
+    lines = step_lines(tmp_path / "run")
+    assert points[0] == (1, str(events), 0.0)
+    losses = [(step, value) for step, tag, value in points if tag == "train/loss"]
+    assert losses == [(line["step"], line["loss"]) for line in lines]
+    # The folder is a setting of the run: it goes on there, and stops when it is told to.
+    assert train_here(arguments(tmp_path / "run", None, "--max-steps", "4")) == 0
+    assert (4, str(events), 0.0) in points
+    count = len(points)
+    off = ("--max-steps", "5", "--tensorboard", "off")
+    assert train_here(arguments(tmp_path / "run", None, *off)) == 0
+    assert len(points) == count
