@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shardb
+from tools.bench.store_peers import PEERS, installed_peers, sync_path
 
 SHARDS = 16
 PARAMETER_BYTES = 12 << 20
@@ -164,18 +165,12 @@ class Lmdb:
         return time.perf_counter() - started
 
 
-def sync_path(path: str | Path) -> None:
-    """Sync a file or a directory that somebody else wrote."""
-    file = os.open(path, os.O_RDONLY)
-    os.fsync(file)
-    os.close(file)
-
-
 WAYS: dict[str, type] = {
     "shardb": Shardb,
     "safetensors + fsync": Safetensors,
     "torch.save + fsync": TorchSave,
     "LMDB": Lmdb,
+    **installed_peers(),
 }
 
 
@@ -225,6 +220,8 @@ def main() -> None:
             f"{name:24s} {statistics.median(ratios):8.2f} {spread:>14s} "
             f"{total / seconds / 1e9:7.2f} {cpu:7.2f}"
         )
+    if missing := PEERS.keys() - rows.keys():
+        print(f"not installed, left out: {', '.join(sorted(missing))}")
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
 
