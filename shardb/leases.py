@@ -19,6 +19,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from shardb.errors import LogDamagedError
 from shardb.filesystem import (
     CREATE,
     EXCLUSIVE,
@@ -31,6 +32,7 @@ from shardb.filesystem import (
     write_all,
 )
 
+COMMIT_PATTERN = re.compile(r"[0-9a-f]{32}")
 LEASE_PATTERN = re.compile(r"^[0-9a-f]{32}\.[0-9a-f]{16}$")
 
 
@@ -54,6 +56,8 @@ class Leases:
 
     def take(self, commit: str) -> Lease:
         """Create and lock a lease file. The caller then checks that the commit is live."""
+        if not COMMIT_PATTERN.fullmatch(commit):
+            raise LogDamagedError(f"{commit!r} in the log is no commit's id")  # nor a file's name
         path = f"{self.directory}/{commit}.{os.urandom(8).hex()}"
         file = self._files.open(path, WRITE | CREATE | EXCLUSIVE)
         try:

@@ -211,6 +211,7 @@ def _apply_checkpoint(tables: Tables, record: Record) -> None:
     condemned, not forgotten, so that nobody takes their objects for leftovers.
     """
     state = record["state"]
+    _check_full_state(state)
     before = {k: r for k, r in tables.items("commits") if k not in state["commits"]}
     packs_before = dict(tables.items("packs"))
     tables.clear()
@@ -218,7 +219,6 @@ def _apply_checkpoint(tables: Tables, record: Record) -> None:
         for key, value in state[table].items():
             tables.put(table, key, value)
     for commit in state["commits"].values():
-        Commit.from_record(commit)
         _reference_all(tables, commit)
     packs = state.get("packs", {})
     references.restore_packs(tables, packs, packs)
@@ -228,6 +228,28 @@ def _apply_checkpoint(tables: Tables, record: Record) -> None:
         _reference_all(tables, commit)
         digests = [bytes(digest).hex() for digest, *_ in commit["shards"].values()]
         references.restore_packs(tables, packs_before, digests)
+
+
+def _check_full_state(state: dict[str, dict[str, Any]]) -> None:
+    """The rows of a full state are what their readers rely on, and name commits that are there."""
+    commits = state["commits"]
+    for key, commit in commits.items():
+        if Commit.from_record(commit).id != key:
+            raise ValueError(f"commit {key} is another one")
+    named = [*state["pins"], *state["abandoned"]]
+    named += [row["commit"] for row in state["snapshots"].values()]
+    for name, row in state["branches"].items():
+        named += row["retained"]
+        if row["head"] not in row["retained"]:
+            raise ValueError(f"branch {name!r} does not retain its head")
+    if missing := set(named) - set(commits):
+        raise ValueError(f"commit {min(missing)} is not there")
+    if not all(type(count) is int and count > 0 for count in state["pins"].values()):
+        raise ValueError("a commit has no number of pins")
+    Policy.from_record(state["meta"].get("policy"))
+    for sequence, size, digest in state["meta"].get("closed") or []:
+        if (type(sequence), type(size), type(digest)) != (int, int, bytes):
+            raise TypeError("a closed segment has sequence, size and digest")
 
 
 def _reference_all(tables: Tables, commit: Record) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from shardb.errors import LogDamagedError
 from shardb.filesystem import RealFileSystem
 from shardb.leases import Leases
 from tests.support.stores import InterposedFiles
@@ -39,6 +40,13 @@ def test_does_a_lease_live_until_it_is_given_up(leases: Leases, others: Leases) 
     leases.release(lease)
     assert others.leased_commits() == set()
     assert not Path(lease.path).exists()
+
+
+@pytest.mark.parametrize("commit", ["", "x", "../" + COMMIT, COMMIT + "\n", COMMIT.upper(), "\0"])
+def test_is_an_id_refused_that_would_be_another_files_name(leases: Leases, commit: str) -> None:
+    with pytest.raises(LogDamagedError, match="no commit's id"):
+        leases.take(commit)
+    assert os.listdir(leases.directory) == []
 
 
 def test_are_leases_of_one_commit_counted_apart(leases: Leases, others: Leases) -> None:

@@ -174,11 +174,40 @@ def test_are_pins_refused_that_were_never_given() -> None:
 
 
 def test_is_a_head_refused_that_the_branch_does_not_retain() -> None:
-    full = state.full_state(applied(LINE))
-    full["branches"]["main"]["retained"] = ["c2"]
-    tables = applied([record("checkpoint", state=full)])
+    tables = applied(LINE)
+    tables.put("branches", "main", {"head": "c3", "retained": ["c2"]})
     with pytest.raises(LogDamagedError, match="not among what it retains"):
         state.apply(tables, record("policy", policy=Policy().to_record()))
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "row"),
+    [
+        ("branches", "main", 5),
+        ("branches", "main", {}),
+        ("branches", "main", {"head": "c3", "retained": []}),
+        ("branches", "main", {"head": "c3", "retained": ["c3", "nowhere"]}),
+        ("branches", "new", {"head": "nowhere", "retained": ["nowhere"]}),
+        ("snapshots", "x", {"commit": "nowhere", "time": 0.0}),
+        ("snapshots", "x", {}),
+        ("pins", "c3", 0),
+        ("pins", "c3", "1"),
+        ("pins", "nowhere", 1),
+        ("abandoned", "nowhere", {}),
+        ("commits", "c3", {}),
+        ("commits", "other", commit("c3", 3, "c2", 3, 9)),
+        ("meta", "policy", {"keep_last": 0}),
+        ("meta", "closed", 5),
+        ("meta", "closed", [[1, 2]]),
+        ("meta", "closed", [["1", 2, b""]]),
+    ],
+)
+def test_is_a_full_state_refused_with_a_garbled_row(table: str, key: str, row: Any) -> None:
+    full = state.full_state(applied(LINE))
+    assert applied([record("checkpoint", state=copy.deepcopy(full))])
+    full[table][key] = row
+    with pytest.raises(LogDamagedError):
+        applied([record("checkpoint", state=full)])
 
 
 # The same meaning everywhere
