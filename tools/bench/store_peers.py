@@ -53,7 +53,7 @@ class DistributedCheckpoint:
 
     def commit(self, step: int) -> float:
         """Save one step and remove the one before."""
-        from torch.distributed.checkpoint import FileSystemWriter
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict_saver import save
 
         started = time.perf_counter()
