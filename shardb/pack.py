@@ -20,11 +20,7 @@ from contextlib import ExitStack, suppress
 
 import xxhash
 
-from shardb.errors import (
-    NotFoundError,
-    ObjectCorruptError,
-    StorageFullError,
-)
+from shardb.errors import NotFoundError, ObjectCorruptError, ShardbError
 from shardb.pack_choice import Candidate, Chains, Version, choose, may_pack
 from shardb.pack_codec import Compressors, plan
 from shardb.pack_report import OnProgress, Packed, PackedObject, with_progress
@@ -155,8 +151,9 @@ class _Packing:
             sync_objects_directory(store)
             try:
                 store.appender.append(end, record)
-            except StorageFullError:
-                store.files.unlink(place)
+            except ShardbError as error:
+                if error.definite:
+                    store.files.unlink(place)
                 raise
             aside = _set_image_aside(store, digest)
         if aside is not None:

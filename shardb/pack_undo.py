@@ -11,13 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from shardb.errors import ObjectMissingError, StorageFullError
+from shardb.errors import ObjectMissingError, ShardbError
 from shardb.objects import StagedObject, chunks_of
 from shardb.pack_choice import may_unpack, pinned
 from shardb.pack_report import OnProgress, Unpacked, with_progress
 from shardb.pack_turn import PACK_KEY, packing_alone, sync_objects_directory
 from shardb.records import Commit, new_record
-from shardb.references import PackRow, pack_row, pack_rows
+from shardb.references import PackRow, held_packs
 from shardb.state import Tables
 from shardb.store import Store
 
@@ -44,8 +44,11 @@ def unpack_snapshots(
 
 
 def _packed_of(tables: Tables, snapshots: Sequence[str]) -> dict[str, PackRow]:
-    """The packed objects of the commits that are named; all of them where none is."""
-    rows = pack_rows(tables)
+    """The packed objects of the commits that are named; all of them where none is.
+
+    Those that pinned commits need: others may be gone, though an index made anew tells of them.
+    """
+    rows = {digest: PackRow.from_row(row) for digest, row in held_packs(tables).items()}
     if not snapshots:
         return rows
     commits = (Commit.from_record(tables.get("commits", c)) for c in pinned(tables, snapshots))
@@ -58,9 +61,9 @@ def _unpack(store: Store, digest: str, row: PackRow) -> bool:
     try:
         _, image = store.objects.open(digest, row.bytes)
     except ObjectMissingError:
-        if store.index.read(lambda tables: pack_row(tables, digest)) is None:
-            return False
-        raise
+        if store.index.read(lambda tables: may_unpack(tables, digest)):
+            raise
+        return False
     with store.appender.errors("unpacking", row.bytes):
         staged = store.objects.write_chunks(chunks_of(image.data), row.bytes, PACK_KEY)
     assert staged.digest == digest, "what was read had the right digest"
@@ -83,8 +86,9 @@ def _publish(store: Store, staged: StagedObject) -> bool:
         sync_objects_directory(store)
         try:
             store.appender.append(end, new_record("unpack", digest=bytes.fromhex(digest)))
-        except StorageFullError:
-            store.files.unlink(store.objects.path(digest))
+        except ShardbError as error:
+            if error.definite:
+                store.files.unlink(store.objects.path(digest))
             raise
         store.objects.retire_packed(digest)
     return True

@@ -15,7 +15,7 @@ from shardb.pack_choice import HOT, PACKED, SMALL
 from shardb.pack_report import PackProgress
 from shardb.pack_turn import PACK_KEY
 from shardb.pack_undo import unpack_snapshots
-from shardb.references import CHAIN_MAX, chain_of
+from shardb.references import CHAIN_MAX, chain_of, pack_rows
 from tests.support.pack_stores import SHARDS, commit_step, contents, digest_at, fill, stored
 from tests.support.small_stores import flip_bit, fsck
 from tests.support.stores import Medium
@@ -240,4 +240,19 @@ def test_is_what_is_packed_known_without_the_index(root: Path) -> None:
         assert contents(store) == before
         fill(store, (6, 7))
         assert contents(store) == before
+    assert fsck(root).findings == []
+
+
+def test_is_what_was_retired_not_unpacked_after_the_index_was_lost(root: Path) -> None:
+    """An index made anew from the log still tells of packed objects that are gone."""
+    with shardb.open(root, create=True) as store:
+        fill(store, range(5), snapshots=(1, 2))
+        pack_snapshots(store)
+        branching.delete_snapshot(store, "step-1")
+        branching.delete_snapshot(store, "step-2")
+    (root / "index" / "data.mdb").unlink()
+    with shardb.open(root) as store:
+        assert store.index.read(pack_rows) != {}
+        assert unpack_snapshots(store).objects == 0
+        assert pack_snapshots(store).objects == []
     assert fsck(root).findings == []
