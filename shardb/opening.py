@@ -199,13 +199,12 @@ def _describe(store: Store, index: Index, report: RecoveryReport) -> None:
             continue
         branch = parts[1].replace("@", "/")
         if not store.locks.branch_is_locked(branch):
-            report.dropped.append(
-                {
-                    "what": "staged object",
-                    "path": f"{store.root}/spare/{name}",
-                    "why": f"a transaction on branch {branch!r} ended without a commit",
-                }
-            )
+            # What no branch can be called is staged under by copies of snapshots, and by packing.
+            ended = "a copy or a packing was interrupted"
+            if not branch.startswith("/"):
+                ended = f"a transaction on branch {branch!r} ended without a commit"
+            path = f"{store.root}/spare/{name}"
+            report.dropped.append({"what": "staged object", "path": path, "why": ended})
 
 
 def check_store_exists(files: FileSystem, root: str) -> None:

@@ -146,6 +146,7 @@ class TestLeftovers:
         (run / "spare" / "staged.@pack.0123456789abcdef").write_bytes(b"half a file")
         assert kinds(fsck(run)) == ["object_duplicate", "staged_leftover"]
         with shardb.open(run) as store:
+            assert store.recovery.dropped[0]["why"] == "a copy or a packing was interrupted"
             assert pack_snapshots(store).objects == []
         assert not path.exists()
         assert fsck(run).findings == []
