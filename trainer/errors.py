@@ -9,6 +9,9 @@ InputError                  2  a flag, a recipe or a file is wrong: mend it and 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from shardb.errors import ShardbError
 
 
@@ -40,6 +43,10 @@ class UpdateRejectedError(InputError):
     """Every attempt at a batch made its own loss clearly worse; the batch is skipped."""
 
     kind = "update_rejected"
+
+    def __init__(self, message: str, *, details: Mapping[str, Any]) -> None:
+        super().__init__(message)
+        self.details = details
 
 
 class SkipLimitError(InputError):

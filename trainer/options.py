@@ -6,11 +6,12 @@ Owns the settings' rules. Knows nothing of models, data or stores.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from trainer.errors import InputError
+from trainer.guard_policy import GuardPolicy
 from trainer.normaliser import NormaliserSettings
 from trainer.optimizers.adafactor import Adafactor
 from trainer.optimizers.adamw import AdamW
@@ -40,6 +41,8 @@ class EngineOptions:
     prefetch: `cpu` reads the next `prefetch_window` shards in a thread while one computes; `gpu`
         and `secondary-gpu` also copy parameters there ahead.
     timing_sync_cuda: wait for the device around every timing.
+    global_optimizer_*: the periodic normaliser, see `trainer.normaliser`.
+    guarded_step_replay, guard_replay_*: see `trainer.guard`.
     activations: `recompute` keeps each stage's inputs and computes the stage twice; `keep` holds
         everything between forward and backward, as resident training does, and not the parameters.
 
@@ -62,7 +65,17 @@ class EngineOptions:
     prefetch_optimizer_shards: bool = True
     timing_sync_cuda: bool = False
     activations: str = "recompute"
-    normaliser: NormaliserSettings = field(default_factory=NormaliserSettings)
+    global_optimizer_every: int = 0
+    global_optimizer_blend: float = 0.25
+    global_optimizer_min_scale: float = 0.5
+    global_optimizer_max_scale: float = 2.0
+    guarded_step_replay: bool = False
+    guard_replay_max_replays: int = 2
+    guard_replay_loss_tolerance: float = 0.02
+    guard_replay_loss_tolerance_ratio: float = 0.002
+    guard_replay_lr_scales: tuple[float, ...] = (1.0, 0.5, 0.25)
+    guard_replay_grad_norm_scales: tuple[float, ...] = (1.0, 0.75, 0.5)
+    guard_replay_on_exhaust: str = "accept"
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -84,6 +97,30 @@ class EngineOptions:
     def torch_dtype(self) -> torch.dtype:
         """Give the compute dtype."""
         return _TORCH_DTYPES[self.dtype]
+
+    @property
+    def normaliser(self) -> NormaliserSettings:
+        """Give the settings of the periodic normaliser."""
+        return NormaliserSettings(
+            every=self.global_optimizer_every,
+            blend=self.global_optimizer_blend,
+            min_scale=self.global_optimizer_min_scale,
+            max_scale=self.global_optimizer_max_scale,
+        )
+
+    @property
+    def guard(self) -> GuardPolicy | None:
+        """Give what decides whether a step is accepted; None when every step is."""
+        if not self.guarded_step_replay:
+            return None
+        return GuardPolicy(
+            attempts_max=1 + self.guard_replay_max_replays,
+            tolerance=self.guard_replay_loss_tolerance,
+            tolerance_ratio=self.guard_replay_loss_tolerance_ratio,
+            learning_rate_scales=self.guard_replay_lr_scales,
+            grad_norm_scales=self.guard_replay_grad_norm_scales,
+            on_exhaust=self.guard_replay_on_exhaust,
+        )
 
     def update_rule(self) -> UpdateRule:
         """Give the update rule."""

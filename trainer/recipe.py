@@ -66,6 +66,8 @@ class Recipe:
     decay_tokens: int = 0
     min_lr_ratio: float = 0.1
     lm_head_chunk_tokens: int = 4096
+    loss_scale: float = 65536.0
+    loss_scale_growth_steps: int = 2000
     global_optimizer_every: int = 0
     global_optimizer_blend: float = 0.25
     global_optimizer_min_scale: float = 0.5
@@ -82,6 +84,11 @@ class Recipe:
         _check_choices(self)
         _check_numbers(self)
         _check_scales(self)
+        if math.frexp(self.loss_scale)[0] != 0.5:
+            raise InputError(
+                f"--loss-scale is {self.loss_scale:g}: give a power of two, so that taking it out"
+                " of a gradient changes no bit"
+            )
         if self.seq_len > self.model.max_position_embeddings:
             raise InputError(
                 f"the rows hold {self.seq_len} tokens (--seq-len), more than"
@@ -144,7 +151,7 @@ class Settings:
     active_copies: int = 3
     durable_every: int = 0
     max_steps: int | None = None
-    max_skipped_steps: int = 25
+    max_skipped_steps: int = 20
     validate_every: int = 100
     max_validation_batches: int = 50
     validation_whole_batches: bool = False
@@ -199,6 +206,8 @@ _LIMITS: dict[str, tuple[float, float, bool]] = {
     "decay_tokens": (0, 2**63 - 1, False),
     "min_lr_ratio": (0.0, 1.0, False),
     "lm_head_chunk_tokens": (1, 2**31, False),
+    "loss_scale": (1.0, 2.0**24, False),
+    "loss_scale_growth_steps": (1, 2**53, False),
     "global_optimizer_every": (0, 2**53, False),
     "global_optimizer_blend": (0.0, 1.0, False),
     "global_optimizer_min_scale": (0.0, 1.0, True),

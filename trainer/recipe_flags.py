@@ -116,6 +116,8 @@ _TRAINING = _flags(
     ("decay_tokens", int, "Tokens, after the warm-up, over which the rate falls."),
     ("min_lr_ratio", float, "Floor of the rate, as a part of the peak."),
     ("lm_head_chunk_tokens", int, "Tokens whose logits are in memory at once."),
+    ("loss_scale", float, "First loss scale of fp16, a power of two; it adapts itself from there."),
+    ("loss_scale_growth_steps", int, "Steps without an overflow after which it is doubled."),
     ("global_optimizer_every", int, "Even out the shards' gradients every N steps; 0: never."),
     ("global_optimizer_blend", float, "How much of the evening out is applied, 0 to 1."),
     ("global_optimizer_min_scale", float, "Least factor for a shard's gradients."),

@@ -23,6 +23,8 @@ from shardb.errors import ConflictError
 from trainer.ceiling import Ceiling, step_flops
 from trainer.data.batches import batch_at
 from trainer.engine import Engine, StepResult
+from trainer.errors import GradientOverflowError, NonFiniteError, UpdateRejectedError
+from trainer.guard import train_guarded
 from trainer.metering import MeteredTransaction
 from trainer.pins import pins_of
 from trainer.plan import Plan
@@ -30,7 +32,9 @@ from trainer.progress import Progress
 from trainer.recipe_build import Changes
 from trainer.run_shards import Cursor, line_of, state_of, write_meta
 from trainer.scalar_writer import ScalarWriter
+from trainer.scaler import scaler_of
 from trainer.signals import StopRequest
+from trainer.skips import SkipReason, Skips, explained
 from trainer.step_log import StepLog
 from trainer.tiers import Tiers
 from trainer.validation import validation_of
@@ -84,6 +88,7 @@ class Run:
         self._validation = validation_of(
             plan.inputs.validation_rows, plan.recipe.micro_batch_size, plan.settings
         )
+        self._skips = Skips(plan.settings.max_skipped_steps)
 
     def is_finished(self) -> bool:
         """Say whether the stop is reached."""
@@ -95,15 +100,25 @@ class Run:
         self.keep_head()
         while not self.is_finished() and self.request.stop_signal is None:
             line = self.step()
-            self.logs.append(line)
-            self.progress.step(line)
+            if line is not None:
+                self.logs.append(line)
+                self.progress.step(line)
 
     def keep_head(self) -> float:
         """Pin and publish the newest commit as the settings ask; give the seconds waited."""
         return self.tiers.keep(self.head, pins_of(self.head, self.plan.settings, self.tiers.branch))
 
-    def step(self) -> dict[str, Any]:
-        """Train and commit one step; give its line of the step log."""
+    def step(self) -> dict[str, Any] | None:
+        """Train and commit one step; give its line of the step log, None if it was skipped."""
+        try:
+            return self._step()
+        except (GradientOverflowError, UpdateRejectedError) as reason:
+            self._skip(reason)
+            return None
+        except NonFiniteError as error:
+            raise explained(error, self.plan.recipe.dtype, self._diagnose) from error
+
+    def _step(self) -> dict[str, Any]:
         started = time.perf_counter()
         publish_seconds = self.tiers.ready(self.head)
         with self.tiers.training.begin(self.tiers.branch) as txn:
@@ -127,7 +142,6 @@ class Run:
             "publish_seconds": publish_seconds,
             "bytes_read": metered.bytes_read,
             "bytes_written": metered.bytes_written,
-            "skipped_steps": self.cursor.skipped_steps,
             "timings": trained.timings,
         }
 
@@ -141,8 +155,19 @@ class Run:
         rate = recipe.schedule.learning_rate(
             self.cursor.tokens_seen + recipe.rows_per_step * recipe.seq_len
         )
-        result = self.engine.train_step(metered, micro_batches, step=step, learning_rate=rate)
-        metrics = _metrics_of(result) | {
+        scaler = scaler_of(recipe, self.cursor.scaler)
+        result, guarded = train_guarded(
+            self.engine,
+            metered,
+            micro_batches,
+            step=step,
+            learning_rate=rate,
+            loss_scale=scaler.scale if scaler else 1.0,
+        )
+        metrics = _metrics_of(result) | self._skips.metrics(step, self.cursor.skipped_steps)
+        metrics |= {"guarded_step_replay": guarded} if guarded else {}
+        metrics |= {"loss_scale": scaler.scale} if scaler else {}
+        metrics |= {
             "learning_rate": rate,
             "tokens_seen": self.cursor.tokens_seen + result.tokens,
             "batch_digest": digest_of(micro_batches),
@@ -153,7 +178,12 @@ class Run:
             measured, best = self._validation.measure(self.engine, metered, step, best)
             metrics |= measured
         self.cursor = replace(
-            self.cursor.past(recipe.rows_per_step), tokens_seen=metrics["tokens_seen"], best=best
+            self.cursor.past(recipe.rows_per_step),
+            tokens_seen=metrics["tokens_seen"],
+            scaler=scaler.after_success(recipe.loss_scale_growth_steps).to_json()
+            if scaler
+            else None,
+            best=best,
         )
         if self.unrecorded:
             metrics["recipe_changes"] = {k: list(pair) for k, pair in self.unrecorded.items()}
@@ -179,6 +209,24 @@ class Run:
                 recipe_digest=plan.recipe.digest,
             )
         self.unrecorded = {}
+        self._skips.clear()
+
+    def _skip(self, reason: SkipReason) -> None:
+        """Consume a batch whose step was dropped whole; scale the next one's loss less."""
+        recipe, scaler = self.plan.recipe, scaler_of(self.plan.recipe, self.cursor.scaler)
+        self._skips.add(self.cursor.position, reason, self._diagnose)
+        self.progress.note(f"warning: step {self.head.step + 1}: {reason.message}")
+        skipped = replace(
+            self.cursor.past(recipe.rows_per_step), skipped_steps=self.cursor.skipped_steps + 1
+        )
+        if scaler is not None and isinstance(reason, GradientOverflowError):
+            skipped = replace(skipped, scaler=scaler.after_overflow().to_json())
+        self.cursor = skipped
+
+    def _diagnose(self) -> NonFiniteError | None:
+        """Take the gradients of the batch in work again, in fp32, from the last commit."""
+        with self.tiers.training.at(commit=self.head.id) as view:
+            return self.engine.find_non_finite(view, self._micro_batches())
 
     def _micro_batches(self) -> list[Ids]:
         recipe = self.plan.recipe
@@ -230,4 +278,4 @@ def _metrics_of(result: StepResult) -> dict[str, Any]:
         "max_active_param_shards": result.max_active_param_shards,
         "max_active_optimizer_shards": result.max_active_optimizer_shards,
         "shard_norms": dict(result.shard_norms),
-    }
+    } | ({"global_optimizer": result.normaliser} if result.normaliser else {})

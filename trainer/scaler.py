@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.recipe import Recipe
+
 LARGEST = 2.0**24
 
 
@@ -45,3 +47,10 @@ class LossScaler:
     def from_json(cls, values: Mapping[str, Any]) -> LossScaler:
         """Read what `to_json` gave."""
         return cls(scale=float(values["scale"]), good_steps=int(values["good_steps"]))
+
+
+def scaler_of(recipe: Recipe, stored: Mapping[str, Any] | None) -> LossScaler | None:
+    """Give the scaler of a recipe's next step; None where nothing is scaled."""
+    if recipe.dtype != "fp16":
+        return None
+    return LossScaler(scale=recipe.loss_scale) if stored is None else LossScaler.from_json(stored)
