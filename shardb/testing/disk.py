@@ -121,6 +121,25 @@ class DiskState:
             hasher.update(b"%d:%s%s" % (len(path), path.encode(), digest))
         return Image(files=files, key=hasher.digest())
 
+    def copy(self) -> DiskState:
+        """A second disk in the same state."""
+        other = DiskState()
+        other.entries = dict(self.entries)
+        other.content = dict(self.content)
+        other.pending = list(self.pending)
+        other._lost = set(self._lost)
+        return other
+
+    def live_entries(self) -> dict[str, int]:
+        """Paths and inodes as running programs see them: all pending operations included."""
+        entries = dict(self.entries)
+        _apply_entries(entries, [o for o in self.pending if o.kind in ENTRY_KINDS])
+        return entries
+
+    def everything(self) -> Choice:
+        """The choice that keeps all pending operations: what programs see."""
+        return {operation.number: WHOLE for operation in self.pending}
+
     def durable_content(self, inode: int) -> bytes:
         """The bytes of a file that no crash can take away."""
         return self.content.get(inode, b"")

@@ -16,13 +16,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import shardb
-from shardb.errors import ShardbError
+from shardb.errors import FormatError, NotFoundError
 from shardb.testing.disk import DiskState, Image
 from shardb.testing.images import ImageLimits, choices
 from shardb.testing.model import Expectation, Journal
 from shardb.testing.operations import Operation
-from shardb.testing.oracle import Audit, check, no_audit
-from shardb.testing.recording import Ignore, IndexImage, RecordingFileSystem, ignore_nothing
+from shardb.testing.oracle import Audit, check, commit_version, fsck_audit, no_audit, observe
+from shardb.testing.recording import (
+    Ignore,
+    IndexImage,
+    Past,
+    RecordingFileSystem,
+    ignore_nothing,
+)
 
 # A workload gets a file system, the path of its store and the journal it must keep.
 Workload = Callable[[RecordingFileSystem, str, Journal], None]
@@ -33,19 +39,27 @@ STORE = "run"
 class ExploreLimits:
     """How far to go: images of a point, indexes of an image, and recoveries crashed in turn.
 
-    Every so many images one is also tried `go_on_every` for a further commit, and one of
-    `recovery_every` has its recovery crashed, at all operations, with `recovery_images`.
+    One state of `audit_every` is audited, one of `go_on_every` gets a further commit. One of
+    `recovery_every` has its recovery crashed at all operations, with `recovery_images`. At one
+    point of `kill_every` the process alone is killed, and the recovery and the next commit are
+    crashed at all operations.
     """
 
     images: ImageLimits = field(default_factory=ImageLimits)
     earlier_indexes: int = 2
-    recovery_every: int = 40
+    recovery_every: int = 250
+    kill_every: int = 6
     recovery_images: ImageLimits = field(
         default_factory=lambda: ImageLimits(
-            exhaustive_operations=3, random_subsets=2, torn_writes=4
+            exhaustive_operations=2,
+            random_subsets=2,
+            single_operations=2,
+            torn_writes=1,
+            every_index=False,
         )
     )
     go_on_every: int = 8
+    audit_every: int = 1
     violations: int = 20
 
 
@@ -94,7 +108,7 @@ def explore(
     scratch: str,
     limits: ExploreLimits | None = None,
     seed: int = 0,
-    audit: Audit = no_audit,
+    audit: Audit = fsck_audit,
     ignore: Ignore = ignore_nothing,
 ) -> Counts:
     """Record `workload` and explore its crashes below the directory `scratch`, best on a RAM disk.
@@ -124,7 +138,8 @@ class _Exploration:
         self._limits = limits
         self._seed = seed
         self._audit = audit
-        self._seen: set[tuple[bytes, bytes, int]] = set()
+        self._seen: set[tuple[bytes, bytes, tuple[int, int]]] = set()
+        self._expectations: list[Expectation] = []
         self._directories = 0
 
     def fresh_directory(self) -> str:
@@ -135,17 +150,11 @@ class _Exploration:
 
     def crash_everywhere(self, files: RecordingFileSystem, journal: Journal) -> None:
         state = DiskState(files.initial)
-        expectations: dict[tuple[int, int], int] = {}
         for point in range(len(files.operations) + 1):
             expectation = journal.at(point)
-            states = (id(expectation.settled), id(expectation.attempted))
-            which = expectations.setdefault(states, len(expectations))
             for label, image, index in self._states_at(state, files, point, self._limits.images):
-                key = (image.key, _index_key(index), which)
-                if key in self._seen:
+                if not self._is_new(image, index, expectation):
                     continue
-                self._seen.add(key)
-                self.counts.states += 1
                 where = _Point(
                     number=point,
                     operation=_text(files.operations, point),
@@ -156,8 +165,25 @@ class _Exploration:
                 self._try_state(image, where)
                 if len(self.counts.violations) >= self._limits.violations:
                     return
+            if point % self._limits.kill_every == 0:
+                self._kill(state, files, point, expectation)
             if point < len(files.operations):
                 state.advance(files.operations[point])
+
+    def _kill(
+        self, state: DiskState, files: RecordingFileSystem, point: int, expectation: Expectation
+    ) -> None:
+        """Kill the process alone: the next one sees all it wrote, durable or not. Then crash."""
+        where = _Point(
+            number=point,
+            operation=_text(files.operations, point),
+            image="process killed",
+            index=next(self._indexes_at(files.index_images, point)),
+            expectation=expectation,
+        )
+        past = Past(operations=files.operations[:point], entries=state.live_entries())
+        image = state.image(state.everything())
+        self._crash_recovery(image, where, state=state.copy(), past=past)
 
     def _states_at(
         self, state: DiskState, files: RecordingFileSystem, point: int, limits: ImageLimits
@@ -169,7 +195,7 @@ class _Exploration:
             image = state.image(choice)
             yield label, image, indexes[0]
             others = indexes[1:]
-            if label not in ("all", "none"):
+            if label not in ("all", "none") or not limits.every_index:
                 others = [others[self.counts.images % len(others)]]
             for index in others:
                 yield label, image, index
@@ -188,50 +214,85 @@ class _Exploration:
         yield _Index(label="truncated", data=last[: len(last) // 2])
 
     def _try_state(self, image: Image, where: _Point) -> None:
-        go_on = self.counts.states % self._limits.go_on_every == 0
-        self.counts.further_commits += go_on
+        self.counts.states += 1
+        replay = None
+        if self.counts.states % self._limits.go_on_every == 0:
+            replay = self.counts.further_commits
+            self.counts.further_commits += 1
         root = self._build(image, where.index)
-        reasons = check(
-            os.path.join(root, STORE), where.expectation, audit=self._audit, go_on=go_on
-        )
+        audit = self._audit if self.counts.states % self._limits.audit_every == 0 else no_audit
+        reasons = check(os.path.join(root, STORE), where.expectation, audit=audit, replay=replay)
         shutil.rmtree(root)
         self._report(reasons, where, "")
         if not reasons and self.counts.states % self._limits.recovery_every == 0:
             self._crash_recovery(image, where)
 
-    def _crash_recovery(self, image: Image, where: _Point) -> None:
-        """Record the recovery of one image, and crash it before each of its operations."""
+    def _crash_recovery(
+        self,
+        image: Image,
+        where: _Point,
+        *,
+        state: DiskState | None = None,
+        past: Past | None = None,
+    ) -> None:
+        """Record the recovery of one image and crash before each of its operations.
+
+        With `state` and `past` the machine runs on and only its process was killed: what was
+        pending still is. Then a further commit is crashed as well.
+        """
         root = self._build(image, where.index)
-        files = RecordingFileSystem(root)
+        files = RecordingFileSystem(root, past=past)
+        state = state or DiskState(files.initial)
+        start = len(files.operations)
+        path = os.path.join(STORE, "index", "data.mdb")
         if where.index.data is not None:
-            path = os.path.join(STORE, "index", "data.mdb")
             files.index_images.append(IndexImage(number=-1, path=path, data=where.index.data))
+        journal = Journal(lambda: len(files.operations), start=where.expectation)
         try:
-            shardb.open(os.path.join(files.root, STORE), files=files).close()
-        except ShardbError:
+            with shardb.open(os.path.join(files.root, STORE), files=files) as store:
+                journal.opened(observe(store))
+                if past is not None:
+                    versions = where.expectation.allowed()[-1].commits
+                    commit_version(store, journal, versions[0] if versions else None)
+        except (NotFoundError, FormatError):
             pass  # Already judged: there was no store yet.
         finally:
             files.shut_down()
         shutil.rmtree(root)
         self.counts.recoveries_crashed += 1
-        seen: set[tuple[bytes, bytes]] = set()
-        state = DiskState(files.initial)
-        for point in range(len(files.operations) + 1):
-            limits = self._limits.recovery_images
-            for label, inner, index in self._states_at(state, files, point, limits):
-                if (inner.key, _index_key(index)) in seen:
-                    continue
-                seen.add((inner.key, _index_key(index)))
-                self.counts.recovery_states += 1
-                inner_root = self._build(inner, index)
-                reasons = check(
-                    os.path.join(inner_root, STORE), where.expectation, audit=self._audit
-                )
-                shutil.rmtree(inner_root)
-                recovery = f"[{_text(files.operations, point)}] [{label}] index {index.label}"
-                self._report(reasons, where, recovery)
+        for point in range(start, len(files.operations) + 1):
+            self._try_recovery_point(state, files, point, journal.at(point), where)
+            if len(self.counts.violations) >= self._limits.violations:
+                return
             if point < len(files.operations):
                 state.advance(files.operations[point])
+
+    def _try_recovery_point(
+        self,
+        state: DiskState,
+        files: RecordingFileSystem,
+        point: int,
+        expectation: Expectation,
+        where: _Point,
+    ) -> None:
+        limits = self._limits.recovery_images
+        for label, image, index in self._states_at(state, files, point, limits):
+            if not self._is_new(image, index, expectation):
+                continue
+            self.counts.recovery_states += 1
+            root = self._build(image, index)
+            reasons = check(os.path.join(root, STORE), expectation, audit=self._audit)
+            shutil.rmtree(root)
+            recovery = f"[{_text(files.operations, point)}] [{label}] index {index.label}"
+            self._report(reasons, where, recovery)
+
+    def _is_new(self, image: Image, index: _Index, expectation: Expectation) -> bool:
+        states = (id(expectation.settled), id(expectation.attempted))
+        self._expectations.append(expectation)  # Kept alive, so that no identity is used twice.
+        key = (image.key, _index_key(index), states)
+        new = key not in self._seen
+        self._seen.add(key)
+        return new
 
     def _build(self, image: Image, index: _Index) -> str:
         root = self.fresh_directory()

@@ -21,10 +21,17 @@ FILLS: tuple[Fill, ...] = ("old", "zero", "garbage")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageLimits:
-    """How many images a point gets: all subsets up to so many pending operations, else random."""
+    """How many images a point gets.
+
+    All subsets up to so many pending operations, else random ones; each single operation lost and
+    alone, or a random choice of so many; so many torn writes. With `every_index` the images of
+    everything and of nothing meet every state of the index; all others meet two.
+    """
 
     exhaustive_operations: int = 8
     random_subsets: int = 24
+    single_operations: int = 64
+    every_index: bool = True
     torn_writes: int = 32
 
 
@@ -38,12 +45,15 @@ def choices(state: DiskState, *, limits: ImageLimits, seed: int) -> Iterator[tup
     contents = {n: WHOLE for n in everything if n not in entries}
     yield "entries without content", entries
     yield "content without entries", contents
-    for operation in pending:
+    singles = pending
+    if len(pending) > limits.single_operations:
+        singles = random.Random(f"single {seed}").sample(pending, limits.single_operations)
+    for operation in singles:
         yield f"lost {operation}", _without(everything, operation.number)
         yield f"alone {operation}", {operation.number: WHOLE}
         if operation.kind not in ENTRY_KINDS:
             yield f"alone with entries {operation}", {**entries, operation.number: WHOLE}
-    yield from _extended(pending, entries)
+    yield from _extended(pending, singles, entries)
     parts = {
         o.number: list(tears(o, len(state.durable_content(o.inode))))
         for o in pending
@@ -57,13 +67,15 @@ def _without(choice: Choice, number: int) -> Choice:
     return {n: kept for n, kept in choice.items() if n != number}
 
 
-def _extended(pending: list[Operation], entries: Choice) -> Iterator[tuple[str, Choice]]:
-    """Files that grew, with nothing of what was written into them."""
+def _extended(
+    pending: list[Operation], singles: list[Operation], entries: Choice
+) -> Iterator[tuple[str, Choice]]:
+    """Files that grew, with nothing of what was written into them: all of them, and single ones."""
     writes = [o for o in pending if o.kind is Kind.WRITE]
     for fill in ("zero", "garbage"):
         grown = {o.number: Kept(stop=0, fill=fill) for o in writes}
         yield f"extended with {fill}", {**entries, **grown}
-    for write in writes:
+    for write in (o for o in singles if o.kind is Kind.WRITE):
         grown = {write.number: Kept(stop=0, fill="zero")}
         yield f"extended with zero {write}", {**entries, **grown}
 

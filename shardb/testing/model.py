@@ -24,14 +24,11 @@ class ModelCommit:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelStore:
-    """Every commit of each branch, oldest first, and the snapshots."""
+    """The head of each branch, the snapshots, and every commit that was ever made."""
 
-    branches: Mapping[str, tuple[ModelCommit, ...]] = field(default_factory=dict)
+    heads: Mapping[str, ModelCommit] = field(default_factory=dict)
     snapshots: Mapping[str, ModelCommit] = field(default_factory=dict)
-
-    def head(self, branch: str = "main") -> ModelCommit | None:
-        commits = self.branches.get(branch, ())
-        return commits[-1] if commits else None
+    commits: tuple[ModelCommit, ...] = ()
 
     def with_commit(
         self,
@@ -42,26 +39,31 @@ class ModelStore:
         branch: str = "main",
     ) -> ModelStore:
         """The store after a commit that writes `shards` and carries the others over."""
-        base = self.head(branch)
+        base = self.heads.get(branch)
         commit = ModelCommit(
             step=step,
             shards={**(base.shards if base else {}), **shards},
             written={**(base.written if base else {}), **dict.fromkeys(shards, step)},
             state=dict(state),
         )
-        history = (*self.branches.get(branch, ()), commit)
-        return replace(self, branches={**self.branches, branch: history})
+        moved = self.with_branch(branch, commit)
+        return replace(moved, commits=(*self.commits, commit))
+
+    def with_branch(self, name: str, commit: ModelCommit) -> ModelStore:
+        """The store with a branch made at, or moved to, a commit."""
+        return replace(self, heads={**self.heads, name: commit})
+
+    def without_branch(self, name: str) -> ModelStore:
+        """The store after a branch was deleted."""
+        return replace(self, heads={n: c for n, c in self.heads.items() if n != name})
 
     def with_snapshot(self, name: str, commit: ModelCommit) -> ModelStore:
+        """The store with a commit pinned under a name."""
         return replace(self, snapshots={**self.snapshots, name: commit})
 
-    def heads(self) -> dict[str, ModelCommit]:
-        return {name: commits[-1] for name, commits in self.branches.items() if commits}
-
-    def made(self, commit: ModelCommit) -> bool:
-        """Whether the commit was ever made."""
-        known = [c for commits in self.branches.values() for c in commits]
-        return commit in known or commit in self.snapshots.values()
+    def without_snapshot(self, name: str) -> ModelStore:
+        """The store after a snapshot was deleted."""
+        return replace(self, snapshots={n: c for n, c in self.snapshots.items() if n != name})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,43 +85,43 @@ class Expectation:
         return [state for state in states if state is not None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Entry:
-    position: int
-    settled: ModelStore | None
-    attempted: ModelStore | None
-
-
 class Journal:
     """The attempts of a workload and what was acknowledged, by position in the recorded log."""
 
-    def __init__(self, position: Callable[[], int]) -> None:
+    def __init__(self, position: Callable[[], int], *, start: Expectation | None = None) -> None:
+        """Begin where nothing exists, or where a crash may have left one of two states."""
         self._position = position
-        self._entries = [_Entry(position=-1, settled=None, attempted=None)]
+        expectation = start or Expectation(settled=None, attempted=None)
+        self._entries = [(-1, expectation)]
 
     @property
     def settled(self) -> ModelStore | None:
         """The state of the last call that returned."""
-        return self._entries[-1].settled
+        return self._last().settled
 
     def attempt(self, state: ModelStore) -> None:
         """A call begins that should lead to `state`."""
-        last = self._entries[-1]
-        self._add(last.settled, state)
+        self._add(self._last().settled, state)
 
     def acknowledge(self) -> None:
         """The call under way has returned: its state is durable from here on."""
-        self._add(self._entries[-1].attempted, None)
+        self._add(self._last().attempted, None)
 
     def refuse(self) -> None:
         """The call under way has certainly not happened."""
-        self._add(self._entries[-1].settled, None)
+        self._add(self._last().settled, None)
+
+    def opened(self, state: ModelStore) -> None:
+        """A store was opened and shown: what was shown must stay."""
+        self._add(state, None)
 
     def at(self, operation: int) -> Expectation:
         """What a crash before `operation` may leave."""
-        entry = [e for e in self._entries if e.position <= operation][-1]
-        return Expectation(settled=entry.settled, attempted=entry.attempted)
+        return [entry for position, entry in self._entries if position <= operation][-1]
+
+    def _last(self) -> Expectation:
+        return self._entries[-1][1]
 
     def _add(self, settled: ModelStore | None, attempted: ModelStore | None) -> None:
-        entry = _Entry(position=self._position(), settled=settled, attempted=attempted)
-        self._entries.append(entry)
+        entry = Expectation(settled=settled, attempted=attempted)
+        self._entries.append((self._position(), entry))

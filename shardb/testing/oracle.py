@@ -15,7 +15,8 @@ import numpy as np
 import shardb
 from shardb.errors import FormatError, NotFoundError, ShardbError
 from shardb.filesystem import DIRECT, RealFileSystem
-from shardb.testing.model import Expectation, ModelCommit, ModelStore
+from shardb.fsck import check_store
+from shardb.testing.model import Expectation, Journal, ModelCommit, ModelStore, Tensors
 
 # Returns what is wrong with the closed store at a path.
 Audit = Callable[[str], list[str]]
@@ -40,18 +41,32 @@ class QuickFileSystem(RealFileSystem):
         return "disk" if super().exists(path) else super().kind(path)
 
 
+_FIRST_SHARDS: dict[str, Tensors] = {"params/first": {"tensor": b"first"}}
+
+
 def no_audit(_: str) -> list[str]:
     """Nothing beyond the oracle."""
     return []
 
 
+def fsck_audit(path: str) -> list[str]:
+    """Errors that `shardb fsck` finds in a store that was opened once; there must be none."""
+    report = check_store(QuickFileSystem(), path)
+    return [
+        f"fsck: {finding.kind}: {finding.path}: {finding.expected} expected, {finding.found} found"
+        for finding in report.findings
+        if finding.severity == "error"
+    ]
+
+
 def check(
-    path: str, expectation: Expectation, *, audit: Audit = no_audit, go_on: bool = False
+    path: str, expectation: Expectation, *, audit: Audit = fsck_audit, replay: int | None = None
 ) -> list[str]:
     """Open the store at `path` and say what is wrong with it; empty when nothing is.
 
-    With `go_on` a further commit is made, and the store opened again: recovery must leave a store
-    that can be used.
+    With `replay` a further commit is made, and the store opened again: recovery must leave a store
+    that can be used. It holds the bytes of some commit that was made before, chosen by the number:
+    a resumed run makes objects again whose names may still lie about.
     """
     files = QuickFileSystem()
     try:
@@ -65,24 +80,20 @@ def check(
     with store:
         wrong = _compare(store, expectation)
     wrong += audit(path)
-    if go_on and not wrong:
-        wrong += _go_on(path, files)
+    if replay is not None and not wrong:
+        versions = expectation.allowed()[-1].commits
+        wrong += _go_on(path, files, versions[replay % len(versions)] if versions else None)
     return wrong
 
 
 def observe(store: shardb.Store) -> ModelStore:
-    """Read everything that the store holds: retained commits by branch, heads last; snapshots."""
-    branches: dict[str, tuple[ModelCommit, ...]] = {}
-    known: dict[str, ModelCommit] = {}
-    for commit in store.commits():
-        known[commit.id] = observe_commit(store, commit)
-        branches[commit.branch] = (*branches.get(commit.branch, ()), known[commit.id])
-    heads = {name: known[commit.id] for name, commit in store.branches().items()}
-    for name, head in heads.items():
-        before = [c for c in branches.get(name, ()) if c is not head]
-        branches[name] = (*before, head)
-    snapshots = {name: known[commit.id] for name, commit in store.snapshots().items()}
-    return ModelStore(branches=branches, snapshots=snapshots)
+    """Read everything that the store holds: heads, snapshots and every retained commit."""
+    known = {commit.id: observe_commit(store, commit) for commit in store.commits()}
+    return ModelStore(
+        heads={name: known[commit.id] for name, commit in store.branches().items()},
+        snapshots={name: known[commit.id] for name, commit in store.snapshots().items()},
+        commits=tuple(known.values()),
+    )
 
 
 def observe_commit(store: shardb.Store, commit: shardb.Commit) -> ModelCommit:
@@ -109,22 +120,21 @@ def _compare(store: shardb.Store, expectation: Expectation) -> list[str]:
 
 def _difference(found: ModelStore, allowed: ModelStore) -> str | None:
     """How the found state differs from an allowed one; None when it does not."""
-    heads, allowed_heads = found.heads(), allowed.heads()
-    if {n: c.step for n, c in heads.items()} != {n: c.step for n, c in allowed_heads.items()}:
-        steps = {n: c.step for n, c in allowed_heads.items()}
-        return f"branches are at { {n: c.step for n, c in heads.items()} }, not at {steps}"
-    for name, head in heads.items():
-        if head != allowed_heads[name]:
-            return f"branch {name!r}, step {head.step}: {_unlike(head, allowed_heads[name])}"
+    steps = {name: commit.step for name, commit in found.heads.items()}
+    allowed_steps = {name: commit.step for name, commit in allowed.heads.items()}
+    if steps != allowed_steps:
+        return f"branches are at {steps}, not at {allowed_steps}"
+    for name, head in found.heads.items():
+        if head != allowed.heads[name]:
+            return f"branch {name!r}, step {head.step}: {_unlike(head, allowed.heads[name])}"
     if set(found.snapshots) != set(allowed.snapshots):
         return f"snapshots are {sorted(found.snapshots)}, not {sorted(allowed.snapshots)}"
     for name, commit in found.snapshots.items():
         if commit != allowed.snapshots[name]:
             return f"snapshot {name!r}: {_unlike(commit, allowed.snapshots[name])}"
-    for commits in found.branches.values():
-        for commit in commits:
-            if not allowed.made(commit):
-                return f"a commit of step {commit.step} is retained that was never made"
+    for commit in found.commits:
+        if commit not in allowed.commits:
+            return f"a commit of step {commit.step} is retained that was never made"
     return None
 
 
@@ -146,24 +156,41 @@ def _create_again(path: str, files: RealFileSystem) -> list[str]:
         return [f"creation cannot be repeated ({error.kind}): {error}"]
 
 
-def _go_on(path: str, files: RealFileSystem) -> list[str]:
+def _go_on(path: str, files: RealFileSystem, version: ModelCommit | None) -> list[str]:
     """Make the next commit and see it again after reopening."""
+    journal = Journal(lambda: 0)
     try:
-        with shardb.open(path, files=files) as store, store.begin() as transaction:
-            base = transaction.base
-            for name, entry in dict(base.shards if base else {}).items():
-                if entry.trainable:
-                    transaction.write(name, transaction.read(name).arrays())
-            if base is None:
-                transaction.write("params/first", {"w": np.arange(4, dtype=np.float32)})
-            made = transaction.commit(step=base.step + 1 if base else 0, state={"next": True})
-            expected = observe_commit(store, made)
+        with shardb.open(path, files=files, writer_threads=1) as store:
+            commit_version(store, journal, version)
         with shardb.open(path, files=files) as store:
-            if observe_commit(store, store.resolve("main")) != expected:
-                return ["the next commit reads differently after reopening"]
+            wrong = _compare(store, journal.at(0))
     except ShardbError as error:
         return [f"the store cannot go on ({error.kind}): {error}"]
-    return []
+    return [f"after a further commit: {reason}" for reason in wrong]
+
+
+def commit_version(store: shardb.Store, journal: Journal, version: ModelCommit | None) -> None:
+    """Note what a store shows, and commit the next step with the bytes of an earlier version.
+
+    Shards that the version lacks, or that are not trainable, stay as they are. Tensors are
+    written as flat bytes: for workloads that do the same, the objects are those of the version.
+    """
+    shown = observe(store)
+    journal.opened(shown)
+    with store.begin() as transaction:
+        base = transaction.base
+        contents: dict[str, Tensors] = dict(version.shards if version else _FIRST_SHARDS)
+        if base is not None:
+            old = shown.heads["main"].shards
+            trainable = [name for name, entry in base.shards.items() if entry.trainable]
+            contents = {name: contents.get(name, old[name]) for name in trainable}
+        for name, tensors in contents.items():
+            arrays = {tensor: np.frombuffer(data, np.uint8) for tensor, data in tensors.items()}
+            transaction.write(name, arrays)
+        step = base.step + 1 if base else 0
+        journal.attempt(shown.with_commit(step=step, shards=contents, state={"next": True}))
+        transaction.commit(step=step, state={"next": True})
+    journal.acknowledge()
 
 
 def index_path(path: str) -> str:

@@ -4,8 +4,9 @@ Owns the log of a workload and the faults planted in it. The files themselves ar
 directory that should lie on a RAM disk. Knows nothing of the store. Operations that change
 something are numbered from 0; reads, locks and closes are counted for faults and have no number.
 
-Writable maps are not recorded: they belong to stores that live in memory only, whose files no
-power loss leaves behind.
+The files of the index are not part of the log: their states are kept as `index_images`, and a crash
+may leave any of them. Writable maps are not recorded either: they belong to stores that live in
+memory only, whose files no power loss leaves behind.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import mmap
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -23,6 +24,15 @@ from shardb.testing.disk import DiskState
 from shardb.testing.operations import Crash, Fault, Kind, Operation
 
 Ignore = Callable[[Operation], bool]
+DATABASE_SUFFIX = ".mdb"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Past:
+    """What a killed process has done to a disk that still runs, and the inodes of its files."""
+
+    operations: Sequence[Operation]
+    entries: Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +55,7 @@ class RecordingFileSystem:
     `stop_at` is the number of the operation before which the machine stops; `ignore` names syncs
     that are reported as done and are not (the control arm of the crash tests: a store on such a
     disk must lose data). `kind` is what `kind` answers, so that a RAM disk can stand for a disk.
+    `past` are the operations that led to what lies in `root`, when not all of it is durable.
     """
 
     def __init__(
@@ -55,9 +66,10 @@ class RecordingFileSystem:
         fault: Fault | None = None,
         ignore: Ignore = ignore_nothing,
         kind: str = "disk",
+        past: Past | None = None,
     ) -> None:
         self.root = os.path.realpath(root)
-        self.operations: list[Operation] = []
+        self.operations: list[Operation] = list(past.operations) if past else []
         self.index_images: list[IndexImage] = []
         self.calls: Counter[str] = Counter()
         self.fired_count = 0
@@ -71,8 +83,10 @@ class RecordingFileSystem:
         self._real = RealFileSystem()
         self._mutex = threading.RLock()
         self._disk = DiskState(self.initial)
-        self._inodes = dict(self._disk.entries)
-        self._next_inode = len(self._disk.content) + 1
+        self._inodes = dict(past.entries if past else self._disk.entries)
+        self._next_inode = max(self._inodes.values(), default=0) + 1
+        if past:
+            self._next_inode += max((o.inode for o in past.operations), default=0)
         self._open_files: dict[int, tuple[int, str]] = {}
 
     # Files.
@@ -240,6 +254,8 @@ class RecordingFileSystem:
         return self._open_files.get(file, (0, ""))[1]
 
     def _note(self, kind: Kind, path: str, **fields: object) -> None:
+        if path.endswith(DATABASE_SUFFIX) and kind is not Kind.INDEX:
+            return
         operation = Operation(number=len(self.operations), kind=kind, path=path)
         self._append(replace(operation, **fields))  # type: ignore[arg-type]
 
@@ -312,7 +328,7 @@ def read_tree(root: str) -> Mapping[str, bytes | None]:
         for name in directories:
             tree[os.path.relpath(os.path.join(directory, name), root)] = None
         for name in names:
-            if name.endswith(".mdb"):
+            if name.endswith(DATABASE_SUFFIX):
                 continue
             path = os.path.join(directory, name)
             with open(path, "rb") as file:

@@ -1,0 +1,39 @@
+"""Where simulated disks lie, and how far the suite explores."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+from shardb.testing.explorer import ExploreLimits
+from shardb.testing.images import ImageLimits
+
+RAM_DISK = "/dev/shm"
+
+
+@pytest.fixture
+def scratch() -> Iterator[str]:
+    """Give an empty directory, on a RAM disk where there is one, and remove it."""
+    parent = RAM_DISK if os.access(RAM_DISK, os.W_OK) else None
+    path = tempfile.mkdtemp(prefix="shardb-crash-", dir=parent)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def suite_limits() -> ExploreLimits:
+    """Give the slice of the exploration that the suite can afford; `make crash` does the rest."""
+    return ExploreLimits(
+        images=ImageLimits(
+            exhaustive_operations=3, random_subsets=3, single_operations=3, torn_writes=4
+        ),
+        recovery_every=1500,
+        kill_every=50,
+        go_on_every=16,
+        audit_every=4,
+        violations=5,
+    )

@@ -1,0 +1,51 @@
+"""Killed or out of power at any moment: is the store at the old or the new step, nothing else?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardb.testing.explorer import Counts, ExploreLimits, explore
+from shardb.testing.workloads import WORKLOADS
+
+STATES_MIN = 2_000
+
+
+def _explored(name: str, scratch: str, limits: ExploreLimits, capsys: object) -> Counts:
+    counts = explore(WORKLOADS[name], scratch=scratch, limits=limits)
+    with capsys.disabled():  # type: ignore[attr-defined]
+        print(f"\ncrash exploration of {name!r}: {counts}")
+    assert not counts.violations, "\n".join(map(str, counts.violations))
+    return counts
+
+
+@pytest.mark.slow
+def test_every_operation_of_a_run_may_be_the_last(
+    scratch: str, suite_limits: ExploreLimits, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Commits, a snapshot, reuse of objects and a resume: kept, dropped, torn, partly kept."""
+    counts = _explored("commits", scratch, suite_limits, capsys)
+    assert counts.states >= STATES_MIN
+    assert counts.operations > 80
+    assert counts.recoveries_crashed > 0
+    assert counts.recovery_states > 100
+    assert counts.further_commits > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(WORKLOADS) - {"commits"}))
+def test_a_slice_of_every_other_workload(
+    name: str, scratch: str, suite_limits: ExploreLimits, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images = replace(
+        suite_limits.images,
+        exhaustive_operations=1,
+        single_operations=1,
+        torn_writes=1,
+        random_subsets=1,
+        every_index=False,
+    )
+    sparse = replace(suite_limits, images=images, kill_every=100, recovery_every=10_000)
+    counts = _explored(name, scratch, sparse, capsys)
+    assert counts.states > 300
