@@ -127,6 +127,8 @@ def _train_and_kill(folder: Folder, plan: Plan) -> Plan:
     every = max(1, plan.steps // VALIDATIONS)
     command = _train_command(folder.run, folder, plan, plan.steps, validate_every=every)
     seen = watch(_shown(*command), _step_log(folder.run), _log(folder), kill_step=plan.kill_step)
+    if seen.exit_code == 0:
+        raise DemoError("the run was over before the kill came: make demo-clean && make demo", 1)
     if not seen.killed:
         raise _failed("train", seen.exit_code)
     print(f"   SIGKILL sent inside step {seen.last_step + 1}: no handler ran, nothing was flushed")

@@ -63,7 +63,7 @@ QUICK = Size(
         *("--intermediate-size", "64", "--vocab-size", "300"),
     ),
     training_seconds=0.0,
-    steps=40,
+    steps=80,
     learning_rate=3e-3,
     prompt="the",
     sample_tokens=24,

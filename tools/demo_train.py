@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-POLL_SECONDS = 0.05
+POLL_SECONDS = 0.02
 SHOWN_LINES = 20
 SHOW_CURSOR = "\x1b[?25h"
 

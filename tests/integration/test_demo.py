@@ -41,10 +41,10 @@ def test_does_the_demo_tell_its_story(repository: Path, text: Path, tmp_path: Pa
     answer = run_demo(repository, folder, "--quick", "--text", str(text))
     assert answer.returncode == 0, answer.stdout + answer.stderr
     assert "SIGKILL sent inside step" in answer.stdout
-    assert "steps 1 to 40: each is there once" in answer.stdout
+    assert "steps 1 to 80: each is there once" in answer.stdout
     closing = answer.stdout.rstrip().splitlines()[-5:]
     assert all(line.startswith(" - ") for line in closing)
-    assert json.loads((folder / "DEMO.json").read_text())["killed_step"] >= 23
+    assert json.loads((folder / "DEMO.json").read_text())["killed_step"] >= 43
 
     again = run_demo(repository, folder, "--quick", "--text", str(text))
     assert again.returncode == 0, again.stdout + again.stderr
