@@ -29,7 +29,10 @@ API = [
     "Transaction",
     "open",
 ]
-VERBS = ["init", "info", "log", "ls", "show", "snapshot", "recover", "fsck", "gc"]
+VERBS = [
+    *["init", "info", "log", "ls", "show", "snapshot", "recover", "fsck", "gc"],
+    *["pack", "unpack", "du"],
+]
 CALLS = [
     ["train"],
     ["train-data", "prepare"],
