@@ -1,9 +1,10 @@
 """What this machine can do at most, measured, and how near to it a step comes.
 
 Owns two short measurements, made once a machine and kept beside the step log: the rate of large
-matrix products in the run's dtype, and the rate of copying memory. From them follows the shortest
-time in which a step's arithmetic could be done or its shards be moved, whichever is longer. Disks
-are not measured. Knows nothing of stores.
+matrix products in the run's dtype, and the rate of copying from host memory to where the step
+computes. From them follows the shortest time in which a step's arithmetic could be done or its
+shards be moved, in both directions at once, whichever is longer. Disks are not measured. Knows
+nothing of stores.
 
 Formulas: a decoder's step takes 6 operations a parameter and token, embeddings aside, and
 12 x layers x heads x head width x sequence a token for attention (Chowdhery et al., "PaLM",
@@ -30,7 +31,7 @@ FILE_NAME = "ceiling.json"
 REPEATS = 5
 # Sizes that take some ten milliseconds on the CPU of a laptop, and on a large GPU.
 HOST_WIDTH, DEVICE_WIDTH = 640, 8192
-HOST_COPY_BYTES, DEVICE_COPY_BYTES = 32 << 20, 1 << 30
+HOST_COPY_BYTES, DEVICE_COPY_BYTES = 32 << 20, 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,9 +76,9 @@ def measure(dtype: torch.dtype, device: Device) -> Ceiling:
     seconds = _shortest(lambda: torch.mm(left, left, out=product), device)
     matmul = 2 * width**3 / seconds
     size = HOST_COPY_BYTES if device.is_host else DEVICE_COPY_BYTES
-    source = torch.ones(size, dtype=torch.uint8, device=device.torch_device)
-    target = torch.empty_like(source)
-    copy = size / _shortest(lambda: target.copy_(source), device)
+    source = torch.ones(size, dtype=torch.uint8, pin_memory=not device.is_host)
+    target = torch.empty_like(source, device=device.torch_device)
+    copy = size / _shortest(lambda: target.copy_(source, non_blocking=True), device)
     return Ceiling(matmul_flops_per_second=matmul, copy_bytes_per_second=copy)
 
 

@@ -47,7 +47,7 @@ def opened_tiers(plan: Plan, engine: Engine, around: Surroundings) -> Iterator[T
     plan.store.absolute().parent.mkdir(parents=True, exist_ok=True)
     if settings.active is None:
         with _opened(plan.store, settings, around) as store:
-            _bring_branch(plan, store, engine)
+            _bring_branch(plan, store, engine, around)
             _check_unmoved(plan, store)
             write_hint(plan.store, branch, None)
             yield OneTier(store, branch, around.note)
@@ -58,7 +58,7 @@ def opened_tiers(plan: Plan, engine: Engine, around: Surroundings) -> Iterator[T
         _opened(plan.store, settings, around, cache_bytes=DURABLE_CACHE_BYTES) as durable,
         _opened(active_path, settings, around) as active,
     ):
-        _bring_branch(plan, durable, engine)
+        _bring_branch(plan, durable, engine, around)
         tiers = TwoTiers(
             active,
             durable,
@@ -92,7 +92,7 @@ def _opened(
         yield store
 
 
-def _bring_branch(plan: Plan, store: Store, engine: Engine) -> None:
+def _bring_branch(plan: Plan, store: Store, engine: Engine, around: Surroundings) -> None:
     """Take the branch of the durable store: begin it where it is new, and the run where it is."""
     found = plan.found
     if found.begins_branch:
@@ -113,6 +113,10 @@ def _bring_branch(plan: Plan, store: Store, engine: Engine) -> None:
             )
     if found.ahead is not None and str(found.ahead) != plan.settings.active:
         _bring_from_elsewhere(plan, store, found.ahead)
+        around.note(
+            f"{found.ahead}: its steps up to {store.branches()[found.branch].step} were brought to"
+            f" {plan.store}; the folder is not needed any more"
+        )
 
 
 def _bring_from_elsewhere(plan: Plan, store: Store, active_path: Path) -> None:

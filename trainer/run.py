@@ -60,7 +60,7 @@ class RunLogs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Trained:
-    """A step that is staged: its metrics, where its time went, bytes of shards that it moved."""
+    """A step that is staged: its metrics, where its time went, bytes moved one way at most."""
 
     metrics: dict[str, Any]
     timings: dict[str, float]
@@ -172,7 +172,7 @@ class Run:
             "tokens_seen": self.cursor.tokens_seen + result.tokens,
             "batch_digest": digest_of(micro_batches),
         }
-        moved_bytes, best = metered.bytes_read + metered.bytes_written, self.cursor.best
+        moved_bytes, best = max(metered.bytes_read, metered.bytes_written), self.cursor.best
         if self._validation is not None and self._validation.is_due(step):
             # Through what is staged: the loss belongs to the commit that holds it.
             measured, best = self._validation.measure(self.engine, metered, step, best)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 import shardb
 from shardb import branching
 from shardb.errors import ShardbError
+from shardb.objects import StagedObject
 from shardb.transfer import copy_commit
 from shardb.transfer_publisher import Publisher
 from tests.support.active_runs import (
@@ -24,6 +26,7 @@ from tests.support.active_runs import (
 from tests.support.training import arguments, step_lines, step_records, train_here
 from trainer.active import TwoTiers
 from trainer.run import Run
+from trainer.watchdog import Watchdog
 
 
 def test_an_active_run_has_the_bytes_of_a_plain_one_and_ends_durable(
@@ -62,6 +65,46 @@ def test_older_names_of_the_flags(data: Path, store: Path, active: Path) -> None
     assert train_here(arguments(store, data, *flags)) == 0
     assert head(store).state["settings"]["active"] == str(active)
     assert head(store).state["settings"]["durable_every"] == 2
+
+
+def test_a_publication_that_takes_long_is_said_with_what_waits_for_it(
+    data: Path,
+    store: Path,
+    active: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    true_copy = Publisher._copy
+
+    def slowly(publisher: Publisher, *args: object) -> shardb.Commit:
+        time.sleep(0.5)
+        return true_copy(publisher, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Publisher, "_copy", slowly)
+    flags = ("--max-steps", "3", "--active", str(active), "--active-copies", "2")
+    assert train_here(arguments(store, data, *flags, "--durable-every", "1")) == 0
+    assert "waits for" not in capsys.readouterr().err
+    monkeypatch.setattr("trainer.start.Watchdog", partial(Watchdog, wait_seconds=0.1))
+    more = ("--max-steps", "5", "--durable-every", "1")
+    assert train_here(arguments(store, None, *more)) == 0
+    said = capsys.readouterr().err
+    assert f"waits for step 4 to be published to {store}: " in said
+    assert " are copied" in said
+
+
+def test_a_commit_that_takes_long_is_said_with_what_it_waits_for(
+    data: Path, store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    true_sync = shardb.Store.sync_objects
+
+    def slowly(opened: shardb.Store, staged: list[StagedObject]) -> None:
+        time.sleep(0.5)
+        true_sync(opened, staged)
+
+    monkeypatch.setattr(shardb.Store, "sync_objects", slowly)
+    monkeypatch.setattr("trainer.start.Watchdog", partial(Watchdog, wait_seconds=0.1))
+    assert train_here(arguments(store, data, "--max-steps", "1")) == 0
+    assert "step 1 waits to be committed: 0 shards are still to be" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("copies", "kept"), [("2", 1), ("3", 2), ("5", 4)])
