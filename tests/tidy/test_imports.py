@@ -36,6 +36,7 @@ BAD = [
     (undeclared_libraries, "shardb/store.py", "import safetensors"),
     (undeclared_libraries, "shardb/store.py", "import torch"),
     (undeclared_libraries, "trainer/run.py", "import pandas"),
+    (undeclared_libraries, "tools/demo.py", "import pandas"),
     (misplaced_libraries, "shardb/store.py", "from torch import Tensor"),
     (misplaced_libraries, "shardb/store.py", "import lmdb"),
     (misplaced_libraries, "shardb/store.py", "import typer"),
@@ -56,6 +57,7 @@ BAD = [
 GOOD = [
     ("shardb/store.py", "from shardb.wal import Log\nimport os\nos.path.join('a', 'b')"),
     ("shardb/torch_adaptor.py", "import torch"),
+    ("tools/bench/store_peers.py", "import zarr"),
     ("shardb/buffers.py", "import mmap\nmmap.mmap(-1, 4096)"),
     ("shardb/index.py", "import lmdb"),
     ("shardb/filesystem.py", "import fcntl, os\nos.rename('a', 'b')"),
