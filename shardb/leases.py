@@ -16,6 +16,7 @@ import os
 import re
 import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,15 +92,16 @@ class Leases:
         return lease.inode is not None and self._inode(lease.path) == lease.inode
 
     def release(self, lease: Lease) -> None:
-        """Give a lease up; does nothing when it was given up already."""
+        """Give a lease up; does nothing when it was given up already.
+
+        It never fails: the lock goes with the descriptor, and a file that could not be removed is
+        recognised by it as a dead one's.
+        """
         if self._held.pop(lease.path, None) is None:
             return
-        try:
+        with suppress(OSError):
             self._files.unlink(lease.path)
-        except FileNotFoundError:
-            pass
-        finally:
-            self._files.close(lease.file)
+        close_quietly(self._files, lease.file)
 
     def release_all(self) -> None:
         """Give up every lease that this store still holds."""

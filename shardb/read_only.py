@@ -167,7 +167,8 @@ class ReadOnlyStore(Looking):
 
     def read_object(self, name: str, entry: ShardEntry) -> ShardView:
         """A view of one object, mapped from its file."""
-        layout, image = self.objects.open(entry.digest, entry.bytes)
+        with storage_errors(self.files, self.root, f"reading shard {name!r}"):
+            layout, image = self.objects.open(entry.digest, entry.bytes)
         return ShardView(name, layout, image, entry.digest)
 
     def check_still_there(self, commit: Commit) -> None:

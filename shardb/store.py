@@ -142,9 +142,10 @@ class Store(Looking):
     def read_object(self, name: str, entry: ShardEntry) -> ShardView:
         """A view of one object, from memory where it is still there, else mapped from its file."""
         self.index.check_open()
-        inode = (self.objects.inode(entry.digest) or 0) if self.mapped else None
-        cached = self.cache.get(entry.digest, inode)
-        layout, image = cached or self.objects.open(entry.digest, entry.bytes)
+        with self.appender.errors(f"reading shard {name!r}"):
+            inode = (self.objects.inode(entry.digest) or 0) if self.mapped else None
+            cached = self.cache.get(entry.digest, inode)
+            layout, image = cached or self.objects.open(entry.digest, entry.bytes)
         return ShardView(name, layout, image, entry.digest)
 
     # Writing
