@@ -18,6 +18,7 @@ from shardb.layout import build
 from trainer.errors import InputError
 from trainer.model.config import ModelConfig
 from trainer.model.stages import build_stages, parameter_count
+from trainer.optimizers.bf16_masters import stored_specs
 from trainer.options import EngineOptions
 from trainer.recipe import Recipe, Settings
 
@@ -69,7 +70,7 @@ def budget_of(recipe: Recipe, settings: Settings, store: Path | None = None) -> 
     activations = _activations(recipe, settings)
     without_disk = Budget(
         parameter_count=parameter_count(recipe.model),
-        shards=shard_bytes(recipe.model, recipe.optimizer),
+        shards=shard_bytes(recipe.model, forms_of(recipe)),
         snapshots=(stop // every if every and stop else 0) + settings.snapshot_best,
         memory=_memory(recipe, settings, activations),
         activations=activations,
@@ -97,12 +98,22 @@ def is_ram_disk(path: Path) -> bool:
     return RealFileSystem().kind(str(_existing_parent(path))).startswith("memory:")
 
 
-def shard_bytes(model: ModelConfig, optimizer: str = "adamw") -> dict[str, int]:
+def forms_of(recipe: Recipe) -> EngineOptions:
+    """Give the options that decide how a recipe's shards are stored."""
+    return EngineOptions(
+        optimizer=recipe.optimizer,
+        optimizer_state_dtype=recipe.optimizer_state_dtype,
+        master_weight_dtype=recipe.master_weight_dtype,
+    )
+
+
+def shard_bytes(model: ModelConfig, forms: EngineOptions) -> dict[str, int]:
     """Give the exact size of every trained shard's object, in forward order."""
-    rule = EngineOptions(optimizer=optimizer).update_rule()
+    rule = forms.update_rule()
     sizes = {}
     for stage in build_stages(model):
-        sizes[f"params/{stage.name}"] = build(stage.specs).size_bytes
+        stored = stored_specs(stage.specs, forms.master_weight_dtype)
+        sizes[f"params/{stage.name}"] = build(stored).size_bytes
         sizes[f"optim/{stage.name}"] = build(rule.state_specs(stage.specs)).size_bytes
     return sizes
 
@@ -198,13 +209,13 @@ def _activations(recipe: Recipe, settings: Settings) -> str:
 
 def _memory(recipe: Recipe, settings: Settings, activations: str) -> dict[str, int]:
     """Estimate the parts; each is what a step holds at its fullest moment, or a little more."""
-    model, sizes = recipe.model, shard_bytes(recipe.model)
+    model, sizes = recipe.model, shard_bytes(recipe.model, forms_of(recipe))
     commit_bytes = sum(sizes.values())
     item = 4 if recipe.dtype == "fp32" else 2
     tokens = recipe.micro_batch_size * recipe.seq_len
     stages = [name.removeprefix("params/") for name in sizes if name.startswith("params/")]
     largest = max(sizes[f"params/{name}"] + sizes[f"optim/{name}"] for name in stages)
-    params = [sizes[f"params/{name}"] for name in stages]
+    gradients = [build(stage.specs).size_bytes for stage in build_stages(model)]
     ahead = 0 if settings.prefetch_shards == "off" else settings.prefetch_window
     inside_block = 10 * model.hidden_size + 6 * model.intermediate_size
     scores = 2 * recipe.micro_batch_size * model.num_heads * recipe.seq_len**2
@@ -217,7 +228,8 @@ def _memory(recipe: Recipe, settings: Settings, activations: str) -> dict[str, i
         "shards read ahead": min(ahead * max(sizes.values()), commit_bytes),
         "the next commit's shards": commit_bytes,
         "the last commit's shards": min(commit_bytes, CACHE_BYTES),
-        "gradients": sum(params) if recipe.grad_clip_mode == "global" else max(params),
+        "gradients": sum(gradients) if recipe.grad_clip_mode == "global" else max(gradients),
+        **_decoding(recipe, max(gradients)),
         "boundary activations": (model.num_layers + 3)
         * recipe.rows_per_step
         * recipe.seq_len
@@ -226,6 +238,14 @@ def _memory(recipe: Recipe, settings: Settings, activations: str) -> dict[str, i
         "activations inside blocks": block + (kept if activations == "keep" else 0),
         "one chunk's logits": 3 * 4 * chunk * model.vocab_size,
     }
+
+
+def _decoding(recipe: Recipe, largest: int) -> dict[str, int]:
+    """What an update holds in fp32 of a tensor that is stored otherwise, and of its rounding."""
+    moments = {"fp32": 0, "bf16": 2, "int8": 6}[recipe.optimizer_state_dtype]
+    weights = 0 if recipe.master_weight_dtype == "fp32" else 1
+    copies = moments + weights
+    return {"decoding for the update": copies * largest} if copies else {}
 
 
 def _existing_parent(path: Path) -> Path:

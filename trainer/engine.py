@@ -6,10 +6,11 @@ and a transaction, and nothing of files, schedules, data order or commits: the c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -20,7 +21,8 @@ from trainer.evaluate import EvalResult, Evaluator
 from trainer.gradient_pass import GradientPass
 from trainer.model.config import ModelConfig
 from trainer.model.initialise import fill_initial
-from trainer.model.stages import LmHead, build_stages, build_trunk
+from trainer.model.stages import LmHead, Stage, build_stages, build_trunk
+from trainer.optimizers.bf16_masters import stored_specs
 from trainer.options import EngineOptions
 from trainer.prefetch import prefetch_of
 from trainer.residency import ShardReader, ShardWindow
@@ -54,8 +56,9 @@ class Engine:
     def initialise(self, txn: ShardTransaction, seed: int) -> None:
         """Stage first parameters and zero optimizer state for every stage."""
         for stage in self.stages:
-            params = txn.stage(f"params/{stage.name}", like=stage.specs)
-            fill_initial(stage, seed, torch_adaptor.tensors(params))
+            specs = stored_specs(stage.specs, self.options.master_weight_dtype)
+            params = txn.stage(f"params/{stage.name}", like=specs)
+            self._fill(stage, seed, torch_adaptor.tensors(params))
             params.seal()
             state = txn.stage(
                 f"optim/{stage.name}", like=self._model.optimizer.state_specs(stage.specs)
@@ -63,6 +66,16 @@ class Engine:
             for tensor in torch_adaptor.tensors(state).values():
                 tensor.zero_()
             state.seal()
+
+    def _fill(self, stage: Stage, seed: int, tensors: Mapping[str, Tensor]) -> None:
+        """Write first values; where weights are not fp32, rounded to nearest from fp32."""
+        if self.options.master_weight_dtype == "fp32":
+            fill_initial(stage, seed, tensors)
+            return
+        exact = {name: torch.empty(t.shape) for name, t in tensors.items()}
+        fill_initial(stage, seed, exact)
+        for name, tensor in tensors.items():
+            tensor.copy_(exact[name])
 
     def train_step(
         self,

@@ -56,6 +56,7 @@ def bring_in(stage: Stage, view: ShardView, compute: Compute) -> dict[str, Tenso
     An object orders tensors by size; norms and sums over them must not depend on that.
     """
     with compute.clock.measure("h2d_seconds"):
-        dtype = None if stage.keeps_master_dtype else compute.dtype
+        # Looked up in fp32, whatever the stored form is.
+        dtype = torch.float32 if stage.keeps_master_dtype else compute.dtype
         tensors = compute.device.bring_in(view, dtype)
     return {name: tensors[name] for name in stage.parameters}

@@ -15,12 +15,16 @@ from trainer.guard_policy import GuardPolicy
 from trainer.normaliser import NormaliserSettings
 from trainer.optimizers.adafactor import Adafactor
 from trainer.optimizers.adamw import AdamW
+from trainer.optimizers.bf16_masters import Bf16Masters
+from trainer.optimizers.encoded_adamw import EncodedAdamW
 from trainer.optimizers.lion import Lion
 from trainer.optimizers.rule import UpdateRule
 
 _CHOICES = {
     "dtype": ("fp32", "bf16", "fp16"),
+    "master_weight_dtype": ("fp32", "bf16"),
     "optimizer": ("adamw", "lion", "adafactor"),
+    "optimizer_state_dtype": ("fp32", "bf16", "int8"),
     "grad_clip_mode": ("global", "shard", "none"),
     "weight_decay_scope": ("all", "matrices"),
     "prefetch": ("off", "cpu", "gpu", "secondary-gpu"),
@@ -33,8 +37,11 @@ _TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.fl
 class EngineOptions:
     """Settings of a training step.
 
-    dtype: of compute; parameters and optimizer state are fp32 always.
+    dtype: of compute; updates are fp32 always.
+    master_weight_dtype: of stored parameters; `bf16` is inexact, see `Bf16Masters`, which `seed`
+        is for.
     optimizer: `adamw`, `lion` or `adafactor` (which has no use for beta1, beta2 and adam_eps).
+    optimizer_state_dtype: of stored AdamW state; all but `fp32` are inexact, see `EncodedAdamW`.
     grad_clip_mode: `global` (one norm over the model, exact), `shard` (one each), `none`.
     lm_head_chunk_tokens: tokens whose logits exist at once.
     weight_decay_scope: `all` parameters, or `matrices` only (norms and biases are spared).
@@ -50,8 +57,11 @@ class EngineOptions:
         InputError: a value is outside its range; the message names the flag.
     """
 
+    seed: int = 0
     dtype: str = "fp32"
+    master_weight_dtype: str = "fp32"
     optimizer: str = "adamw"
+    optimizer_state_dtype: str = "fp32"
     grad_clip_mode: str = "global"
     max_grad_norm: float = 1.0
     lm_head_chunk_tokens: int = 4096
@@ -81,6 +91,12 @@ class EngineOptions:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             _require(value in choices, name, value, f"choose one of {', '.join(choices)}")
+        _require(
+            self.optimizer == "adamw" or self.optimizer_state_dtype == "fp32",
+            "optimizer_state_dtype",
+            self.optimizer_state_dtype,
+            f"it is for adamw; with --optimizer {self.optimizer} give fp32",
+        )
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
             _require(0 <= value < 1, name, value, "give a value from 0 to below 1")
@@ -124,6 +140,12 @@ class EngineOptions:
 
     def update_rule(self) -> UpdateRule:
         """Give the update rule."""
+        rule = self._rule_of_fp32_weights()
+        if self.master_weight_dtype == "fp32":
+            return rule
+        return Bf16Masters(inner=rule, seed=self.seed)
+
+    def _rule_of_fp32_weights(self) -> UpdateRule:
         matrices_only = self.weight_decay_scope == "matrices"
         if self.optimizer == "lion":
             return Lion(
@@ -134,13 +156,16 @@ class EngineOptions:
             )
         if self.optimizer == "adafactor":
             return Adafactor(weight_decay=self.weight_decay, decay_matrices_only=matrices_only)
-        return AdamW(
+        adamw = AdamW(
             beta1=self.beta1,
             beta2=self.beta2,
             eps=self.adam_eps,
             weight_decay=self.weight_decay,
             decay_matrices_only=matrices_only,
         )
+        if self.optimizer_state_dtype == "fp32":
+            return adamw
+        return EncodedAdamW(inner=adamw, encoding=self.optimizer_state_dtype)
 
 
 def _require(holds: bool, name: str, value: object, remedy: str) -> None:

@@ -26,6 +26,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("fp32", "bf16", "fp16"),
     "master_weight_dtype": ("fp32", "bf16"),
     "optimizer": ("adamw", "lion", "adafactor"),
+    "optimizer_state_dtype": ("fp32", "bf16", "int8"),
     "row_order": ("shuffled", "sequential"),
     "weight_decay_scope": ("all", "matrices"),
     "grad_clip_mode": ("global", "shard", "none"),
@@ -53,6 +54,7 @@ class Recipe:
     shuffle_train: bool = True
     row_order: str = "shuffled"
     optimizer: str = "adamw"
+    optimizer_state_dtype: str = "fp32"
     learning_rate: float = 3e-4
     weight_decay: float = 0.05
     weight_decay_scope: str = "all"

@@ -41,6 +41,8 @@ _SCALES = ("guard_replay_lr_scales", "guard_replay_grad_norm_scales")
 _FOLDERS = ("data_dir", "val_data_dir", "active", "tensorboard")
 # Folders that a run may do without again.
 _SWITCHED_OFF = ("active", "tensorboard")
+# What decides the form of shards that exist.
+_FORMS = ("optimizer", "optimizer_state_dtype", "master_weight_dtype")
 # What a flag needs to have any effect: another field, which is off where it is in the second place.
 _NEEDS: Mapping[str, tuple[str, Any]] = MappingProxyType(
     {
@@ -205,7 +207,7 @@ def _refuse_fixed_changes(recipe: Recipe, settings: Settings, given: Given) -> N
     stored = {name: getattr(recipe.model, name) for name in fields_of(Scope.MODEL)}
     stored |= {"seed": recipe.seed, "seq_len": recipe.seq_len, "preset": settings.preset}
     # These decide what the stored shards hold.
-    stored |= {name: getattr(recipe, name) for name in ("optimizer", "master_weight_dtype")}
+    stored |= {name: getattr(recipe, name) for name in _FORMS}
     for name, value in stored.items():
         if name in given and given[name] != value:
             raise InputError(

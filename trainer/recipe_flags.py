@@ -103,6 +103,7 @@ _TRAINING = _flags(
     ("shuffle_train", bool, "Shuffle the rows; the order depends on --seed alone."),
     ("row_order", str, "Of a shuffled file: shuffled rows, or sequential (whole files shuffled)."),
     ("optimizer", str, "adamw, lion or adafactor; fixed at the begin."),
+    ("optimizer_state_dtype", str, "AdamW's state: fp32, or bf16, int8 (inexact); fixed as well."),
     ("learning_rate", float, "Peak of the schedule."),
     ("weight_decay", float, "Decoupled decay a unit of learning rate."),
     ("weight_decay_scope", str, "all parameters, or matrices only."),
