@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 
 import pytest
 
 from shardb.testing.explorer import ExploreLimits
 from shardb.testing.images import ImageLimits
-
-RAM_DISK = "/dev/shm"
+from tests.support.ram_disk import scratch_directory
 
 
 @pytest.fixture
 def scratch() -> Iterator[str]:
-    """Give an empty directory, on a RAM disk where there is one, and remove it."""
-    parent = RAM_DISK if os.access(RAM_DISK, os.W_OK) else None
-    path = tempfile.mkdtemp(prefix="shardb-crash-", dir=parent)
-    yield path
-    shutil.rmtree(path)
+    """Give an empty directory for simulated disks, and remove it."""
+    with scratch_directory() as path:
+        yield path
 
 
 @pytest.fixture
