@@ -76,6 +76,7 @@ class FileSystem(Protocol):
     def map(self, file: int, length: int, *, writable: bool) -> mmap.mmap: ...
     def lock(self, file: int, *, exclusive: bool, blocking: bool) -> bool: ...
     def unlock(self, file: int) -> None: ...
+    def lock_holder(self, path: str) -> str: ...
     def status(self, path: str) -> FileStatus: ...
     def exists(self, path: str) -> bool: ...
     def list(self, path: str) -> list[str]: ...
@@ -134,6 +135,16 @@ class RealFileSystem:
 
     def unlock(self, file: int) -> None:
         fcntl.flock(file, fcntl.LOCK_UN)
+
+    def lock_holder(self, path: str) -> str:
+        """Who holds flock(2) on a file, for people: proc(5) lists locks by inode."""
+        inode = f":{os.stat(path).st_ino} "
+        try:
+            with open("/proc/locks", encoding="ascii") as table:
+                pids = [line.split()[4] for line in table if inode in line and "->" not in line]
+        except OSError:
+            pids = []
+        return f"process {', '.join(pids)}" if pids else "another process"
 
     def status(self, path: str) -> FileStatus:
         stat = os.stat(path)

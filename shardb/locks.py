@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from shardb.errors import BranchLockedError
+from shardb.errors import BranchLockedError, ConflictError
 from shardb.filesystem import (
     CREATE,
     READ,
@@ -32,6 +32,9 @@ from shardb.objects import branch_token
 
 TAKE_ATTEMPTS = 5
 TAKE_PAUSE_SECONDS = 0.01
+WAIT_SECONDS_MAX = 60.0
+WAIT_PAUSE_SECONDS_MIN = 0.0002
+WAIT_PAUSE_SECONDS_MAX = 0.02
 
 
 class Locks:
@@ -40,6 +43,7 @@ class Locks:
     def __init__(self, files: FileSystem, root: str) -> None:
         self._files = files
         self.directory = f"{root}/locks"
+        self.wait_seconds_max = WAIT_SECONDS_MAX
         self._branches: dict[str, int] = {}
         self._wal: int | None = None
         self._index: int | None = None
@@ -55,11 +59,31 @@ class Locks:
         with self._wal_of_thread:
             if self._wal is None:
                 self._wal = self._open("wal")
-            self._files.lock(self._wal, exclusive=True, blocking=True)
+            self._wait_for_wal(self._wal)
             try:
                 yield
             finally:
                 self._files.unlock(self._wal)
+
+    def _wait_for_wal(self, file: int) -> None:
+        """Take the log's lock; ConflictError names who has held it for far too long.
+
+        It is held for moments. Somebody who keeps it is stopped (SIGSTOP), or hangs in a system
+        call, and waiting for him silently would hang everybody.
+        """
+        pause = WAIT_PAUSE_SECONDS_MIN
+        deadline = time.monotonic() + self.wait_seconds_max
+        while not self._files.lock(file, exclusive=True, blocking=False):
+            if time.monotonic() > deadline:
+                path = f"{self.directory}/wal"
+                raise ConflictError(
+                    f"{path}: {self._files.lock_holder(path)} has held the log's lock for more "
+                    f"than {self.wait_seconds_max:.0f} s; it may be stopped: let it go on "
+                    "(kill -CONT) or end it, then try again",
+                    path=path,
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, WAIT_PAUSE_SECONDS_MAX)
 
     def share_index(self) -> bool:
         """Take the index's lock; True when no other process has the index open."""

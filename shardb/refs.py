@@ -26,6 +26,12 @@ def branch_heads(tables: Tables) -> dict[str, Commit]:
     return {name: _commit(tables, row["head"]) for name, row in tables.items("branches")}
 
 
+def snapshot_commit(tables: Tables, name: str) -> Commit | None:
+    """The commit of one snapshot, without looking at the others; None when there is no such."""
+    row = tables.get("snapshots", name)
+    return None if row is None else _commit(tables, row["commit"])
+
+
 def snapshot_commits(tables: Tables) -> dict[str, Commit]:
     """Snapshot names and the commits they pin."""
     return {name: _commit(tables, row["commit"]) for name, row in tables.items("snapshots")}
@@ -86,7 +92,8 @@ class Wanted:
         if self.branch is not None:
             return _named("branch", self.branch, branch_heads(tables))
         if self.snapshot is not None:
-            return _named("snapshot", self.snapshot, snapshot_commits(tables))
+            found = snapshot_commit(tables, self.snapshot)
+            return found or _named("snapshot", self.snapshot, snapshot_commits(tables))
         if self.commit is not None:
             return _named("commit", self.commit, {c.id: c for c in live_commits(tables)})
         if self.step is not None:

@@ -248,14 +248,14 @@ class Store(Looking):
         self.appender.check_usable()
         with self.appender.exclusive("snapshotting") as end:
             commit = self.index.read(lambda tables: refs.snapshot_target(tables, name, ref))
-            existing = self.snapshots().get(name)
+            existing = self.index.read(lambda tables: refs.snapshot_commit(tables, name))
             if existing is not None and existing.id != commit.id:
                 raise SnapshotExistsError(
                     f"snapshot {name!r} exists and pins step {existing.step} (commit "
                     f"{existing.id}); choose another name"
                 )
             if existing is None:
-                if name in self.branches():
+                if self.index.read(lambda tables: tables.get("branches", name)) is not None:
                     raise ConflictError(f"{name!r} is a branch; choose another snapshot name")
                 self.appender.append(end, new_record("snapshot", name=name, commit=commit.id))
         return commit

@@ -168,6 +168,9 @@ class RecordingFileSystem:
     def unlock(self, file: int) -> None:
         self._real.unlock(file)
 
+    def lock_holder(self, path: str) -> str:
+        return self._real.lock_holder(path)
+
     # Directories.
 
     def status(self, path: str) -> FileStatus:
