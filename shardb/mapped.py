@@ -8,6 +8,7 @@ writes are slower than direct ones and their errors come too late.
 
 from __future__ import annotations
 
+import resource
 import threading
 from collections import deque
 
@@ -16,10 +17,21 @@ from shardb.filesystem import CREATE, EXCLUSIVE, WRITE, opened
 from shardb.objects import ObjectFiles
 
 
+def allow_open_files() -> None:
+    """Raise this process's soft limit of open files to its hard one.
+
+    Python's mmap keeps a descriptor a mapping, about two a shard: 500 shards meet the usual 1,024.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 class MappedPool:
     """Object files waiting for their next use, mapped."""
 
     def __init__(self, objects: ObjectFiles) -> None:
+        allow_open_files()
         self._objects = objects
         self._free: dict[int, list[PooledBuffer]] = {}
         self._returned: deque[PooledBuffer] = deque()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -118,3 +120,15 @@ def test_is_a_retired_file_held_while_it_is_seen(root: Path, present: bool) -> N
     del array
     pool.collect()
     assert spare(root) == ([f"free.{BYTES}"] if present else [])
+
+
+def test_can_a_store_in_memory_map_more_files_than_the_usual_limit() -> None:
+    code = (
+        "import resource\n"
+        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))\n"
+        "from shardb.mapped import allow_open_files\n"
+        "allow_open_files()\n"
+        "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
