@@ -69,8 +69,8 @@ def rounded_by_chance(values: np.ndarray, place: str) -> np.ndarray:
 class ResidentEncoded(ResidentTrainer):
     """Keeps everything in fp32 and puts it through its stored form after each step."""
 
-    def __init__(self, config: ModelConfig, options: EngineOptions) -> None:
-        super().__init__(config, replace(options, optimizer_state_dtype="fp32"), SEED)
+    def __init__(self, config: ModelConfig, options: EngineOptions, device: str) -> None:
+        super().__init__(config, replace(options, optimizer_state_dtype="fp32"), SEED, device)
         self.encoded = options
         self.steps_done = 0
         self.stored: Arrays = {}
@@ -95,20 +95,20 @@ class ResidentEncoded(ResidentTrainer):
         return [(s, n, p) for s, shard in self.params.items() for n, p in shard.items()]
 
     def _store_weights(self, stage: str, name: str, p: Tensor) -> None:
-        values = p.detach().numpy()
+        values = p.detach().cpu().numpy()
         if self.encoded.master_weight_dtype == "fp32":
             self.stored[f"params/{stage}:{name}"] = values.copy()
             return
         place = f"{self.encoded.seed}/{self.steps_done}/{stage}/{name}"
         bits = rounded_by_chance(values, place).reshape(values.shape)
         self.stored[f"params/{stage}:{name}"] = bits
-        p.data = torch.from_numpy(of_bf16_bits(bits))
+        p.data = torch.from_numpy(of_bf16_bits(bits)).to(self.device)
 
     def _store_moments(self, name: str, state: dict[str, Tensor]) -> None:
         for moment in ("exp_avg", "exp_avg_sq"):
             if moment not in state:
                 continue
-            values, key = state[moment].numpy(), f"{name}.{moment}"
+            values, key = state[moment].cpu().numpy(), f"{name}.{moment}"
             if self.encoded.optimizer_state_dtype == "fp32":
                 self.stored[key] = values.copy()
                 continue
@@ -133,9 +133,10 @@ class EncodedComparison(Comparison):
         options: EngineOptions,
         accumulation: int,
         resident: EngineOptions | None = None,
+        device: str = "cpu",
     ) -> None:
-        super().__init__(config, options, accumulation)
-        self.resident = ResidentEncoded(config, resident or options)
+        super().__init__(config, options, accumulation, device)
+        self.resident = ResidentEncoded(config, resident or options, device)
 
 
 def encoded_options(dtype: str, clip: str, **more: str) -> EngineOptions:

@@ -47,10 +47,12 @@ class Fp16Comparison:
 
     growth_steps = GROWTH_STEPS
 
-    def __init__(self, config: ModelConfig, clip: str, accumulation: int) -> None:
+    def __init__(
+        self, config: ModelConfig, clip: str, accumulation: int, device: str = "cpu"
+    ) -> None:
         options = options_of("fp16", clip)
-        self.engine = Engine(config, options, Device.from_name("cpu"))
-        self.resident = ResidentTrainer(config, options, SEED)
+        self.engine = Engine(config, options, Device.from_name(device))
+        self.resident = ResidentTrainer(config, options, SEED, device)
         self.store = MemoryStore()
         self.accumulation = accumulation
         self.skipped: list[int] = []

@@ -24,12 +24,14 @@ class NormalisedComparison:
 
     resident_every = EVERY
 
-    def __init__(self, config: ModelConfig, clip: str, dtype: str, accumulation: int) -> None:
+    def __init__(
+        self, config: ModelConfig, clip: str, dtype: str, accumulation: int, device: str = "cpu"
+    ) -> None:
         options = replace(
             options_of(dtype, clip), global_optimizer_every=EVERY, global_optimizer_blend=0.7
         )
-        self.engine = Engine(config, options, Device.from_name("cpu"))
-        self.resident = ResidentTrainer(config, options, SEED)
+        self.engine = Engine(config, options, Device.from_name(device))
+        self.resident = ResidentTrainer(config, options, SEED, device)
         self.store = MemoryStore()
         self.accumulation = accumulation
         self.results: list[StepResult] = []

@@ -8,6 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.parity.test_encodings import EncodedComparison, encoded_options
+from tests.parity.test_fp16 import Fp16Comparison
+from tests.parity.test_normaliser import NormalisedComparison
 from tests.parity.test_streamed_equals_resident import Comparison, SkippedUpdate, options_of
 from tests.support.tiny_model import TINY, TINY_QWEN, TINY_TIED
 from trainer.model.config import ModelConfig
@@ -36,6 +39,25 @@ def test_streamed_equals_resident_on_a_gpu(
 ) -> None:
     options = replace(options_of(dtype, clip), activations=activations)
     assert Comparison(config, options, 2, "cuda").differences() == []
+
+
+@pytest.mark.parametrize(("config", "clip"), [(TINY, "global"), (TINY_TIED, "shard")])
+def test_fp16_with_a_loss_scale(config: ModelConfig, clip: str) -> None:
+    comparison = Fp16Comparison(config, clip, 3, "cuda")
+    assert comparison.differences() == []
+    assert len(comparison.skipped) >= 2
+
+
+def test_the_periodic_normaliser() -> None:
+    assert NormalisedComparison(TINY, "shard", "bf16", 2, "cuda").differences() == []
+
+
+@pytest.mark.parametrize("state", ["fp32", "bf16", "int8"])
+def test_smaller_state_and_weights(state: str) -> None:
+    options = encoded_options(
+        "bf16", "global", optimizer_state_dtype=state, master_weight_dtype="bf16"
+    )
+    assert EncodedComparison(TINY, options, 2, device="cuda").differences() == []
 
 
 def test_control_a_skipped_update_is_noticed() -> None:

@@ -28,7 +28,7 @@ def block_count(elements: int) -> int:
 def encode_signed(values: Tensor) -> tuple[Tensor, Tensor]:
     """Give int8 codes in the shape of `values` and fp32 scales [N]; rounds to nearest."""
     x_NE = _blocks(values)
-    scale_N = x_NE.abs().amax(dim=1) / SIGNED_LEVELS
+    scale_N = _scale(x_NE.abs().amax(dim=1), SIGNED_LEVELS)
     code_NE = (x_NE / _divisor(scale_N)).round().clamp(-SIGNED_LEVELS, SIGNED_LEVELS)
     return _cut(code_NE, values).to(torch.int8), scale_N
 
@@ -39,7 +39,7 @@ def encode_unsigned(values: Tensor) -> tuple[Tensor, Tensor]:
     These are denominators: a moment whose root rounds to 0 would make its update boundless.
     """
     x_NE = _blocks(values)
-    scale_N = x_NE.amax(dim=1) / UNSIGNED_LEVELS
+    scale_N = _scale(x_NE.amax(dim=1), UNSIGNED_LEVELS)
     code_NE = (x_NE / _divisor(scale_N)).round().clamp(0, UNSIGNED_LEVELS)
     code_NE = torch.where(x_NE > 0, code_NE.clamp_min(1), code_NE)
     return _cut(code_NE, values).to(torch.uint8), scale_N
@@ -67,6 +67,11 @@ def _blocks(values: Tensor) -> Tensor:
 
 def _cut(blocks_NE: Tensor, like: Tensor) -> Tensor:
     return blocks_NE.reshape(-1)[: like.numel()].view(like.shape)
+
+
+def _scale(largest_N: Tensor, levels: int) -> Tensor:
+    """Divide by a tensor: by a plain number, CUDA multiplies with its rounded reciprocal."""
+    return largest_N / largest_N.new_full((), levels)
 
 
 def _divisor(scale_N: Tensor) -> Tensor:
