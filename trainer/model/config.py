@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from trainer.errors import InputError
+from trainer.model.rope_scaling import RopeScaling
 
 _SIZES = (
     "vocab_size",
@@ -32,6 +33,7 @@ class ModelConfig:
     the heads share the hidden size evenly. After construction both hold their real value.
     `attention_bias` gives query, key and value a bias; `attention_output_bias` the output
     projection. `qk_norm` normalises each head's query and key before the rotation.
+    `rope_scaling_type` is "none", "linear" or "llama3"; the numbers after it belong to it.
 
     Raises:
         InputError: a field is missing its rule; the message names the field and its flag.
@@ -46,6 +48,11 @@ class ModelConfig:
     intermediate_size: int
     max_position_embeddings: int = 2048
     rope_theta: float = 10000.0
+    rope_scaling_type: str = "none"
+    rope_scaling_factor: float = 1.0
+    rope_scaling_low_freq_factor: float = 1.0
+    rope_scaling_high_freq_factor: float = 4.0
+    rope_scaling_original_max_position_embeddings: int = 0
     rms_norm_eps: float = 1e-5
     tied_embeddings: bool = False
     initializer_range: float = 0.02
@@ -74,6 +81,11 @@ class ModelConfig:
     def key_value_size(self) -> int:
         """Give the width of all key heads, which is that of all value heads, together."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def rope_scaling(self) -> RopeScaling | None:
+        """Give how rotary frequencies are stretched; None where they are not."""
+        return None if self.rope_scaling_type == "none" else self._rope_scaling()
 
     def to_json(self) -> dict[str, Any]:
         """Give every field by name, derived ones included, as values that JSON can hold."""
@@ -120,7 +132,19 @@ class ModelConfig:
             "rotary positions turn pairs: choose an even width",
         )
 
+    def _rope_scaling(self) -> RopeScaling:
+        return RopeScaling(
+            kind=self.rope_scaling_type,
+            factor=self.rope_scaling_factor,
+            low_freq_factor=self.rope_scaling_low_freq_factor,
+            high_freq_factor=self.rope_scaling_high_freq_factor,
+            original_max_position_embeddings=self.rope_scaling_original_max_position_embeddings,
+        )
+
     def _check_values(self) -> None:
+        fault = self._rope_scaling().fault()
+        if fault is not None:
+            _require(False, f"rope_scaling_{fault[0]}", fault[1], fault[2])
         for name in _POSITIVE:
             value = getattr(self, name)
             _require(value > 0 and math.isfinite(value), name, f"is {value}", "give more than 0")

@@ -10,11 +10,14 @@ the same bits. Knows nothing of stages, shards or autograd modes.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from trainer.model.rope_scaling import RopeScaling
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -41,17 +44,41 @@ def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
 
 @lru_cache(maxsize=8)
 def rotary_angles(
-    positions: int, head_dim: int, theta: float, dtype: torch.dtype, device: torch.device
+    positions: int,
+    head_dim: int,
+    theta: float,
+    dtype: torch.dtype,
+    device: torch.device,
+    scaling: RopeScaling | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Give cosine and sine [T, K] of position times theta^(-2i/K), rounded to `dtype`.
+
+    `scaling` stretches those frequencies first.
 
     The cache holds values that follow from the arguments alone; tables are never written to.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = 1.0 / (theta**exponents)
+    if scaling is not None:
+        frequencies = stretched(frequencies, scaling)
     angles_TK2 = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies[None, :]
     angles_TK = torch.cat((angles_TK2, angles_TK2), dim=-1)
     return angles_TK.cos().to(device, dtype), angles_TK.sin().to(device, dtype)
+
+
+def stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Give rotary frequencies for longer sequences, fp32, rounded in the published code's order."""
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    assert scaling.kind == "llama3", "no scaling is no RopeScaling"
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    length = scaling.original_max_position_embeddings
+    waves = 2 * math.pi / frequencies
+    smooth = (length / waves - low) / (high - low)
+    mixed = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+    outer = torch.where(waves > length / low, frequencies / scaling.factor, frequencies)
+    between = (waves >= length / high) & (waves <= length / low)
+    return torch.where(between, mixed, outer)
 
 
 def causal_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:

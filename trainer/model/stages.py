@@ -137,7 +137,12 @@ class Block(Stage):
         config = self.config
         q_BHTK, k_BGTK, v_BGTK = (self._heads(params, letter, x_BTD) for letter in "qkv")
         cos_TK, sin_TK = layers.rotary_angles(
-            x_BTD.shape[1], config.head_dim, config.rope_theta, x_BTD.dtype, x_BTD.device
+            x_BTD.shape[1],
+            config.head_dim,
+            config.rope_theta,
+            x_BTD.dtype,
+            x_BTD.device,
+            config.rope_scaling,
         )
         mixed_BHTK = layers.causal_attention(
             layers.rotate(q_BHTK, cos_TK, sin_TK), layers.rotate(k_BGTK, cos_TK, sin_TK), v_BGTK
