@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from shardb import Commit, Store, branching
-from shardb.errors import BranchLockedError, SnapshotExistsError
+from shardb.errors import BranchLockedError, ConflictError, SnapshotExistsError
 from shardb.retention import Policy
 from shardb.transfer import copy_commit, copy_snapshot
 from shardb.transfer_publisher import Publisher
@@ -160,7 +161,9 @@ class TwoTiers:
 
     def _name_durably(self) -> None:
         """Move every snapshot of the active store to the durable one."""
-        for name in self.training.snapshots():
+        pinned = self.training.snapshots()
+        for name in sorted(pinned, key=lambda name: pinned[name].step):
+            self._publish_pinned(pinned[name])
             try:
                 copy_snapshot(self.training, self.durable, name)
             except SnapshotExistsError as error:
@@ -169,6 +172,14 @@ class TwoTiers:
                 for beaten in beaten_bests(self.durable.snapshots(), name, self.branch):
                     drop(self.durable, beaten)
             drop(self.training, name)
+
+    def _publish_pinned(self, commit: Commit) -> None:
+        """Publish a pinned step that a kill kept from it, so that the log tells steps in order."""
+        head = self.durable.branches()[self.branch]
+        if commit.branch == self.branch and commit.step > head.step:
+            # One that somebody pinned on a line that was left is copied as a snapshot alone.
+            with suppress(ConflictError):
+                copy_commit(self.training, self.durable, commit.id, self.branch)
 
 
 def _keep_last(store: Store, commits: int) -> None:

@@ -285,6 +285,7 @@ def test_a_snapshot_whose_publication_was_killed_is_made_up_for(
     assert sorted(pinned_steps(store)) == ["step-2", "step-4", "step-6", "step-8"]
     assert pinned_steps(active) == {}
     assert pinned_steps(store)["step-2"] == 2
+    assert logged_steps(store) == list(range(9))
 
 
 def test_a_run_on_a_ram_disk_alone_calls_no_step_durable(
