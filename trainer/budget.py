@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -262,12 +263,13 @@ def _free_bytes(folder: Path) -> int:
 
 def _held_bytes(store: Path) -> int:
     """Bytes of objects and spare files, which a resumed run reuses."""
-    return sum(
-        entry.stat().st_size
-        for folder in (store / "objects", store / "spare")
-        if folder.is_dir()
-        for entry in os.scandir(folder)
-    )
+    held_bytes = 0
+    for folder in (store / "objects", store / "spare"):
+        for entry in os.scandir(folder) if folder.is_dir() else ():
+            # A live writer renames files all the time; it is told of later, by the branch's lock.
+            with suppress(FileNotFoundError):
+                held_bytes += entry.stat().st_size
+    return held_bytes
 
 
 def _available_bytes(total_bytes: int) -> int:

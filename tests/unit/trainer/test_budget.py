@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,6 +92,19 @@ def test_what_the_store_holds_already_counts_as_room(
         file.truncate(budget.store_bytes)
     check_space(budget, tmp_path)
     assert budget.store_bytes > 1 << 20
+
+
+def test_files_that_a_live_writer_renames_are_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects = tmp_path / "objects"
+    objects.mkdir()
+    for name in ("gone", "stays"):
+        (objects / name).write_bytes(bytes(1000))
+    listed = [*os.scandir(objects)]
+    (objects / "gone").unlink()
+    monkeypatch.setattr(budgets.os, "scandir", lambda _: listed)
+    assert budgets._held_bytes(tmp_path) == 1000
 
 
 def test_sizes_are_written_for_people() -> None:
