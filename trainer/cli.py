@@ -33,11 +33,15 @@ Examples:
   train --store run                       go on where it stopped
   train --store run --max-steps 400       go on for longer: the result is that of one long run
   train --store run --learning-rate 1e-4  go on with a change, which is printed and recorded
+  train --store run --branch retry --from step-200 --learning-rate 1e-4   another way from there
+  train --store run --active /dev/shm/run --durable-every 50   steps in memory, some of them kept
   train --store run --preset demo --data-dir data/train --dry-run   sizes only, nothing is made
 
 An interrupt (SIGINT, SIGTERM) lets the step in work finish and commit. A second SIGINT, SIGKILL or
 a power cut leaves the store at its last commit: start again with the same command. At most the
 step in work is lost, and the result is the same, bit for bit, as that of a run never stopped.
+With --active an interrupt publishes the last step too; a power cut goes back to the newest
+published one.
 
 RUN/logs/steps.jsonl has one JSON object a step, written after the step's commit. So has standard
 output one line a step, unless it is a terminal; everything else is said on standard error.

@@ -13,6 +13,8 @@ from pathlib import Path
 import shardb
 from shardb import Commit, Store
 from shardb.errors import ConflictError, NotFoundError
+from shardb.layout import check_name
+from shardb.refs import STEP_PATTERN
 from shardb.state import DEFAULT_BRANCH
 from shardb.transfer_lineage import lineage
 from trainer.active_hint import hinted_active
@@ -42,6 +44,9 @@ class Found:
 def find_run(given: Given) -> Found:
     """Look into the stores that the flags, the last commit and the last start name."""
     path, branch = Path(given["store"]), given.get("branch", DEFAULT_BRANCH)
+    check_name(branch, "branch")
+    if STEP_PATTERN.match(branch):
+        raise InputError(f"--branch {branch}: names of the form step-N mean steps; choose another")
     if not _is_store(path):
         _check_may_begin(path, branch, from_ref=given.get("from_ref"))
         active = settings_given(given).get("active")

@@ -202,6 +202,16 @@ def test_there_is_nothing_to_begin_from_without_a_store(
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.parametrize("branch", ["no good", "step-3", "", "../up"])
+def test_a_name_that_cannot_be_makes_no_store(
+    data: Path, tmp_path: Path, branch: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = arguments(tmp_path / "none", data, "--branch", branch, "--max-steps", "1")
+    assert train_here(args) == 2
+    assert "branch" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
 def test_a_dry_run_of_a_branch_begins_none(store: Path) -> None:
     args = arguments(store, None, "--branch", "retry", "--from", "step-3", "--dry-run")
     assert train_here(args) == 0
