@@ -163,6 +163,16 @@ class Device:
         """Give the most device memory that tensors held so far; 0 on the host."""
         return 0 if self.is_host else torch.cuda.max_memory_allocated(self.torch_device)
 
+    def forget_peak(self) -> None:
+        """Begin to measure `peak_bytes` anew, from what tensors hold now."""
+        if not self.is_host:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def memory_bytes(self) -> tuple[int, int] | None:
+        """Give free and total bytes of the device's memory; None on the host."""
+        return None if self.is_host else torch.cuda.mem_get_info(self.torch_device)
+
     def _bring(self, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         if not self.is_host:
             return self._move(tensor).to(dtype or tensor.dtype)

@@ -1,0 +1,165 @@
+"""Compare the predicted memory of a CUDA device with what steps take, over a grid of steps.
+
+Owns the grid and the table. Every case trains two steps in a store in host memory; the second one
+is measured. Without a device, `--predict-only` prints the predictions.
+
+    python -m tools.bench.vram_grid
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from tests.support.memory_transaction import MemoryStore
+from trainer.budget import in_bytes
+from trainer.device import Device
+from trainer.engine import Engine, EngineOptions
+from trainer.errors import InputError
+from trainer.model import layers
+from trainer.model.config import ModelConfig
+from trainer.model.presets import preset
+from trainer.vram import StepShape, predicted_bytes, predicted_phases
+
+LIMIT_SECONDS = 80
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A case, what was predicted and, where it was trained, what it took."""
+
+    name: str
+    predicted: int
+    peak: int | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Give predicted over measured: below 1 is a prediction that was too low."""
+        return None if not self.peak else self.predicted / self.peak
+
+
+def cases() -> Iterator[tuple[str, StepShape]]:
+    """Give the grid: a base, each of its sides changed by itself, and a few changed together."""
+    small = preset("perkunas-v2.8-50m")
+    base = StepShape(
+        model=small,
+        options=EngineOptions(dtype="bf16", lm_head_chunk_tokens=4096),
+        micro_batch_size=8,
+        accumulation=1,
+        seq_len=512,
+    )
+    wide = replace(preset("perkunas-v2.0"), num_layers=6)
+    grouped = replace(small, num_kv_heads=2)
+    models: dict[str, ModelConfig] = {
+        "demo": preset("demo"),
+        "wide": wide,
+        "32k words": replace(small, vocab_size=32000),
+        "tied": replace(small, vocab_size=32000, tied_embeddings=True),
+        "grouped": grouped,
+        "qwen3-like": replace(grouped, qk_norm=True, attention_bias=True),
+    }
+    yield "base", base
+    for name, model in models.items():
+        yield name, replace(base, model=model)
+    for rows in (1, 32):
+        yield f"{rows} rows", replace(base, micro_batch_size=rows)
+    for tokens in (128, 2048):
+        yield f"{tokens} tokens", replace(base, seq_len=tokens)
+    for count in (3, 8):
+        yield f"{count} micro-batches", replace(base, accumulation=count)
+    changes: list[tuple[str, Any]] = [
+        ("optimizer", "lion"),
+        ("optimizer", "adafactor"),
+        ("grad_clip_mode", "shard"),
+        ("dtype", "fp32"),
+        ("dtype", "fp16"),
+        ("lm_head_chunk_tokens", 512),
+        ("activations", "keep"),
+        ("optimizer_state_dtype", "int8"),
+        ("master_weight_dtype", "bf16"),
+    ]
+    for field, value in changes:
+        yield f"{field} {value}", replace(base, options=replace(base.options, **{field: value}))
+    fp32 = replace(base.options, dtype="fp32", grad_clip_mode="shard")
+    yield "wide, fp32, 4 x 8 rows", replace(base, model=wide, options=fp32, accumulation=4)
+    long = replace(base, model=wide, micro_batch_size=16, seq_len=2048)
+    yield "wide, 16 x 2048", long
+    yield (
+        "wide, 16 x 2048, 512 logits",
+        replace(long, options=replace(long.options, lm_head_chunk_tokens=512)),
+    )
+
+
+def measured_bytes(shape: StepShape, device: Device) -> int:
+    """Train two steps and give the peak of the second."""
+    layers.rotary_angles.cache_clear()
+    engine = Engine(shape.model, shape.options, device)
+    store = MemoryStore(poison=False)
+    txn = store.begin()
+    engine.initialise(txn, 0)
+    txn.commit()
+    random = np.random.default_rng(0)
+    width = (shape.micro_batch_size, shape.seq_len + 1)
+    for step in (1, 2):
+        device.forget_peak()
+        txn = store.begin()
+        rows = [
+            random.integers(0, shape.model.vocab_size, width) for _ in range(shape.accumulation)
+        ]
+        engine.train_step(txn, rows, step=step, learning_rate=1e-4)
+        txn.commit()
+    return device.peak_bytes()
+
+
+def main() -> int:
+    """Print the table and one line that sums it up; 1 where a prediction was too low."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--predict-only", action="store_true")
+    parser.add_argument("--device", default="cuda")
+    given = parser.parse_args()
+    try:
+        device = None if given.predict_only else Device.from_name(given.device)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    started, found = time.monotonic(), []
+    for name, shape in cases():
+        if time.monotonic() - started > LIMIT_SECONDS:
+            print(f"{name:<28} left out: {LIMIT_SECONDS} s are over")
+            continue
+        peak = measured_bytes(shape, device) if device else None
+        case = Measured(name=name, predicted=predicted_bytes(shape), peak=peak)
+        phases = predicted_phases(shape)
+        fullest = max(phases, key=lambda phase: phases[phase])
+        ratio = "" if case.ratio is None else f"{case.ratio:.4f}"
+        print(
+            f"{case.name:<28} {in_bytes(case.predicted):>11} {in_bytes(peak or 0):>11}"
+            f" {ratio:>7}  {case.predicted - (peak or 0):>14,} bytes  {fullest}",
+            flush=True,
+        )
+        found.append(case)
+    return _sum_up(found, time.monotonic() - started)
+
+
+def _sum_up(found: list[Measured], seconds: float) -> int:
+    ratios = {case.name: case.ratio for case in found if case.ratio is not None}
+    if not ratios:
+        print(f"vram_grid: {len(found)} cases predicted, none measured, {seconds:.0f} s")
+        return 0
+    lowest, highest = min(ratios, key=lambda n: ratios[n]), max(ratios, key=lambda n: ratios[n])
+    under = sum(ratio < 1 for ratio in ratios.values())
+    print(
+        f"vram_grid: {len(ratios)} cases, {under} under; predicted/measured from"
+        f" {ratios[lowest]:.4f} ({lowest}) to {ratios[highest]:.4f} ({highest}), {seconds:.0f} s"
+    )
+    return 1 if under else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

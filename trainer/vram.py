@@ -1,0 +1,225 @@
+"""How much memory of a CUDA device a step will take at its fullest moment.
+
+Owns the course of a step as memory sees it: the code that trains is walked through on tensors
+without content (`vram_trace`), in the engine's order and with what it holds at the same time. Knows
+nothing of stores or of what is free. Invariant: nothing is allocated on any device.
+
+Stages alike are walked through once: with more than three blocks or micro-batches, what two and
+three hold is carried on, phase by phase, since each phase holds so much more for each one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from trainer.device import Device
+from trainer.gradients import GradientSum
+from trainer.head import head_backward
+from trainer.model import layers
+from trainer.model.config import ModelConfig
+from trainer.model.stages import LmHead, Stage, build_trunk
+from trainer.options import EngineOptions
+from trainer.tape import Compute, ReplayTape
+from trainer.timing import StepClock
+from trainer.vram_trace import META, FusedAttention, MemoryTrace, block_bytes
+
+# cuBLAS keeps eight buffers of 4 MiB for each thread that computes: this one and autograd's.
+WORKSPACE_BYTES = 2 * (32 << 20)
+TILE_BYTES = 4 << 20
+# Tiles of fp32 that an update holds at a time: values, gradient, and what the rule makes of them.
+TILES = {"adamw": 4, "lion": 5}
+# Tensors of the largest tensor's size that Adafactor holds: value, gradient and three of its own.
+ADAFACTOR_TENSORS = 5
+# Decoding to fp32 and roots in float64 of encoded state; hashes of stochastic rounding.
+ENCODED_TILES = 12
+# What the model of the allocator leaves out.
+MARGIN = 1.004
+WALKED = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepShape:
+    """What decides a step's memory on a device."""
+
+    model: ModelConfig
+    options: EngineOptions
+    micro_batch_size: int
+    accumulation: int
+    seq_len: int
+
+
+def predicted_bytes(shape: StepShape) -> int:
+    """Give the most bytes that tensors of a step hold on a CUDA device, a little above."""
+    return max(predicted_phases(shape).values())
+
+
+def predicted_phases(shape: StepShape) -> dict[str, int]:
+    """Give the most bytes that each phase of a step holds."""
+    phases = _carried_on(shape, shape.model.num_layers, shape.accumulation)
+    lasting = WORKSPACE_BYTES + _lasting_bytes(shape)
+    return {name: int((held + lasting) * MARGIN) for name, held in phases.items()}
+
+
+def _carried_on(shape: StepShape, blocks: int, batches: int) -> dict[str, int]:
+    """Walk through what is small enough; carry each phase on in a straight line beyond it."""
+    if blocks > WALKED:
+        two, three = (_carried_on(shape, count, batches) for count in (WALKED - 1, WALKED))
+        return _line(two, three, blocks - WALKED)
+    if batches > WALKED:
+        two, three = (_carried_on(shape, blocks, count) for count in (WALKED - 1, WALKED))
+        return _line(two, three, batches - WALKED)
+    return dict(_walked(replace(shape, accumulation=batches), blocks))
+
+
+def _line(two: Mapping[str, int], three: Mapping[str, int], more: int) -> dict[str, int]:
+    return {phase: held + more * max(0, held - two[phase]) for phase, held in three.items()}
+
+
+def _lasting_bytes(shape: StepShape) -> int:
+    """Tables of angles, token ids and labels: there during the whole step."""
+    item = shape.options.torch_dtype.itemsize
+    ids = block_bytes(8 * shape.micro_batch_size * shape.seq_len)
+    tables = 2 * block_bytes(shape.seq_len * shape.model.head_dim * item)
+    return tables + 2 * shape.accumulation * ids + _ahead_bytes(shape)
+
+
+def _ahead_bytes(shape: StepShape) -> int:
+    """Parameter shards that were copied ahead to the device."""
+    if shape.options.prefetch != "gpu":
+        return 0
+    sizes = [_stored_bytes(stage) for stage in (*build_trunk(shape.model), LmHead(shape.model))]
+    return shape.options.prefetch_window * max(sizes)
+
+
+def _stored_bytes(stage: Stage) -> int:
+    return sum(4 * _count(parameter.shape) for parameter in stage.parameters.values())
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+@lru_cache(maxsize=256)
+def _walked(shape: StepShape, blocks: int) -> Mapping[str, int]:
+    """Walk through a step with so many blocks; give the peak of each phase."""
+    config = replace(shape.model, num_layers=blocks)
+    dtype = shape.options.torch_dtype
+    # Made before counting begins, because it lasts; it is counted as such.
+    layers.rotary_angles(
+        shape.seq_len, config.head_dim, config.rope_theta, dtype, META, config.rope_scaling
+    )
+    ids = [
+        torch.empty(shape.micro_batch_size, shape.seq_len, dtype=torch.int64, device=META)
+        for _ in range(shape.accumulation)
+    ]
+    walk = _Walk(shape.options, build_trunk(config), LmHead(config))
+    with walk.trace, FusedAttention():
+        walk.step(ids)
+    return walk.trace.peaks
+
+
+class _Walk:
+    """One step, in the order and with the holders of `GradientPass` and `TrainStep`."""
+
+    def __init__(self, options: EngineOptions, trunk: list[Stage], head: Stage) -> None:
+        self.trace = MemoryTrace()
+        self._options = options
+        self._trunk = trunk
+        self._head = head
+        self._tied = head.config.tied_embeddings
+        self._compute = Compute(device=Device(META), dtype=options.torch_dtype, clock=StepClock())
+
+    def step(self, ids: list[Tensor]) -> None:
+        # What the loops of a step name stays until the name is used again: `ready` is the
+        # gradients of the stage before, `found` those of the head.
+        tapes = self._forward(ids)
+        with self.trace.phase("head"):
+            params = self._bring_in(self._head)
+            found = head_backward(
+                self._head,
+                params,
+                tapes[-1].outputs,
+                ids,
+                valid_tokens=1,
+                chunk_tokens=self._options.lm_head_chunk_tokens,
+            )
+            del params
+            tapes[-1].outputs.clear()
+            ready = found.params
+            if not self._tied:
+                self._update(self._head, ready)
+        gradients = found.hidden
+        for stage in reversed(self._trunk):
+            with self.trace.phase(f"backward {_kind(stage)}"):
+                tape = tapes.pop()
+                total = GradientSum(found.params if self._tied and not tapes else None)
+                params = self._bring_in(stage)
+                gradients = tape.backward(params, gradients, total)
+                del params, tape
+                ready = total.gradients
+                self._update(stage, ready)
+
+    def _forward(self, inputs: list[Tensor]) -> list[ReplayTape]:
+        tapes: list[ReplayTape] = []
+        for stage in self._trunk:
+            with self.trace.phase(f"forward {_kind(stage)}"):
+                params = self._bring_in(stage)
+                tapes.append(ReplayTape(stage, self._compute, params, inputs))
+                inputs = tapes[-1].outputs
+                if self._options.activations == "keep" and _kind(stage) == "block":
+                    self._keep(stage, params, tapes[-1])
+                del params
+        return tapes
+
+    def _keep(self, stage: Stage, params: Mapping[str, Tensor], tape: ReplayTape) -> None:
+        """Hold on the tape what autograd saves beside inputs, outputs and parameters."""
+        known = {t.untyped_storage()._cdata for t in (*params.values(), *tape.outputs)}
+        kept: list[Tensor] = []
+
+        def pack(saved: Tensor) -> Tensor:
+            if saved.untyped_storage()._cdata not in known:
+                kept.append(saved)
+            return saved
+
+        leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+            for x in tape._inputs:
+                self._compute.run(stage, leaves, x.detach().requires_grad_())
+        tape.kept = kept  # type: ignore[attr-defined]
+
+    def _bring_in(self, stage: Stage) -> dict[str, Tensor]:
+        """Copy stored fp32 to the device, one tensor after the other, then cast it."""
+        dtype = torch.float32 if stage.keeps_master_dtype else self._compute.dtype
+        found = {}
+        stored_dtype = (
+            torch.float32 if self._options.master_weight_dtype == "fp32" else torch.bfloat16
+        )
+        for name, parameter in stage.parameters.items():
+            stored = torch.empty(parameter.shape, dtype=stored_dtype, device=META)
+            found[name] = stored.to(dtype)
+        return found
+
+    def _update(self, stage: Stage, gradients: Mapping[str, Tensor]) -> None:
+        """Note the tiles of an update; with one norm for all it comes later, when less is held."""
+        largest = max(4 * g.numel() for g in gradients.values())
+        if self._options.optimizer == "adafactor":
+            self.trace.moment(ADAFACTOR_TENSORS * largest)
+            return
+        tiles = TILES[self._options.optimizer]
+        if self._options.optimizer_state_dtype != "fp32":
+            tiles += ENCODED_TILES
+        if self._options.master_weight_dtype != "fp32":
+            tiles += ENCODED_TILES
+        self.trace.moment(tiles * TILE_BYTES)
+
+
+def _kind(stage: Stage) -> str:
+    return "block" if stage.name.startswith("block_") else stage.name

@@ -1,0 +1,154 @@
+"""Counts what a computation holds at its fullest moment, without a byte of memory behind it.
+
+Owns the counting: tensors on torch's `meta` device have shapes and lifetimes, but no content, so a
+step can be walked through in milliseconds and every storage that lives is known. Knows nothing of
+steps. Invariants: a storage counts from its making until its last holder is gone, autograd's saved
+tensors included; attention counts as the fused kernel that a CUDA device runs, not as its formula.
+
+Sizes are those of PyTorch's caching allocator: multiples of 512 bytes; a block of 10 MiB and more
+ends on 2 MiB where less than 1 MiB would be left of it.
+Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+META = torch.device("meta")
+ROUNDED_TO, LARGE_BLOCK, SEGMENT = 512, 10 << 20, 2 << 20
+# Positions in a fused kernel's sums are padded to this, heads to that.
+POSITIONS_PADDED_TO, HEAD_PADDED_TO = 128, 32
+# Multiprocessors of the largest device known: a deterministic backward pass sums in as many parts
+# as it needs to keep them busy.
+MULTIPROCESSORS = 132
+
+
+def block_bytes(size: int) -> int:
+    """Give what the allocator takes for a tensor of `size` bytes."""
+    size = -(-size // ROUNDED_TO) * ROUNDED_TO
+    left = -size % SEGMENT
+    return size + left if size >= LARGE_BLOCK and left <= SEGMENT // 2 else size
+
+
+class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts storages on `meta`; `peaks` has the most bytes by phase."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live_bytes = 0
+        self.peaks: dict[str, int] = {}
+        self._phase = ""
+        self._known: dict[int, weakref.finalize[Any, Any]] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count what follows under a name."""
+        outer, self._phase = self._phase, name
+        self.moment(0)
+        try:
+            yield
+        finally:
+            self._phase = outer
+
+    def moment(self, extra_bytes: int) -> None:
+        """Note that so many bytes more than what lives are held for a moment."""
+        self.peaks[self._phase] = max(self.peaks.get(self._phase, 0), self.live_bytes + extra_bytes)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_iter(result):
+            if isinstance(value, Tensor) and value.device == META:
+                self._meet(value.untyped_storage())
+        self.moment(_inside(func, args))
+        return result
+
+    def _meet(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._known:
+            return
+        size = block_bytes(storage.nbytes())
+        self.live_bytes += size
+        self._known[key] = weakref.finalize(storage, self._gone, key, size)
+
+    def _gone(self, key: int, size: int) -> None:
+        self.live_bytes -= size
+        del self._known[key]
+
+
+class FusedAttention(TorchFunctionMode):
+    """Puts the memory of the fused kernel in the place of attention's formula."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is F.scaled_dot_product_attention:
+            query, key, value = args[:3]
+            if query.dtype.itemsize == 2 or query.shape[1] == key.shape[1]:
+                return _Fused.apply(query, key, value)  # type: ignore[no-untyped-call]
+            # In fp32 no fused kernel shares key heads: PyTorch computes the formula.
+        return func(*args, **(kwargs or {}))
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        rows, heads, positions, width = query.shape
+        # Laid out as the projections are, so that merging heads makes no copy.
+        output = query.new_empty(rows, positions, heads, width).transpose(1, 2)
+        sums = query.new_empty(rows, heads, _padded(positions, 32), dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, sums)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, _output, _sums = ctx.saved_tensors
+        rows, heads, positions, width = query.shape
+        padded = _padded(positions, POSITIONS_PADDED_TO)
+        parts = 1
+        if query.dtype.itemsize == 2:
+            parts = max(1, math.ceil(MULTIPROCESSORS / (rows * heads)))
+        summed = query.new_empty(
+            parts, rows, padded, heads, _padded(width, HEAD_PADDED_TO), dtype=torch.float32
+        )
+        deltas = query.new_empty(rows, heads, padded, dtype=torch.float32)
+        wide = None
+        if heads != key.shape[1]:  # keys and values have a gradient a query head, then a sum
+            wide = (torch.empty_like(query), torch.empty_like(query))
+        found = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        del summed, deltas, wide
+        return found
+
+
+def _inside(func: Any, args: tuple[Any, ...]) -> int:
+    """Give the bytes that a kernel holds while it runs, beside its inputs and outputs."""
+    if func is torch.ops.aten.embedding_dense_backward.default:
+        gradient, ids, entries = args[0], args[1], args[2]
+        tokens, width = ids.numel(), gradient.shape[-1]
+        # Sorted ids, their places, and partial sums: one a distinct id, one in ten tokens.
+        return int(6 * 8 * tokens + 4 * width * (min(tokens, entries) + tokens // 10))
+    return 0
+
+
+def _padded(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
