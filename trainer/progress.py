@@ -115,9 +115,10 @@ class LiveProgress:
         table.add_row("validation loss", self._validation)
         table.add_row("learning rate", f"{line['learning_rate']:.3g}")
         table.add_row("tokens", f"{line['tokens_seen']:,}")
-        table.add_row("tokens/s", f"{line['tokens_per_second']:,.0f}")
+        table.add_row("tokens/s", f"{line['tokens_per_second']:,.0f}{_of_ceiling(line)}")
         table.add_row("time left", "until interrupted" if left is None else duration(left))
-        table.add_row("durable step", f"{line['durable_step']:,}")
+        publishing = "  another is being published" if line.get("publish_pending") else ""
+        table.add_row("durable step", f"{line['durable_step']:,}{publishing}")
         return table
 
 
@@ -138,11 +139,20 @@ def plain_line(line: Mapping[str, Any], seconds_left: float | None) -> str:
         f"grad_norm={line['grad_norm']:.4f}",
         f"tok/s={line['tokens_per_second']:.0f}",
     ]
+    if "ceiling_percent" in line:
+        parts.append(f"ceiling={line['ceiling_percent']:.1f}%")
     if "validation_loss" in line:
         parts.append(f"validation_loss={line['validation_loss']:.4f}")
+    if line.get("publish_pending"):
+        parts.append("publishing=1")
     if seconds_left is not None:
         parts.append(f"eta={duration(seconds_left)}")
     return " ".join(parts)
+
+
+def _of_ceiling(line: Mapping[str, Any]) -> str:
+    percent = line.get("ceiling_percent")
+    return "" if percent is None else f"  {percent:.1f} % of what this machine can do"
 
 
 def curve(losses: Sequence[float]) -> str:

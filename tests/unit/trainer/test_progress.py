@@ -29,6 +29,12 @@ def test_the_line_begins_as_scripts_expect() -> None:
     )
 
 
+def test_what_is_only_sometimes_there_stands_behind() -> None:
+    told = plain_line(line(ceiling_percent=12.34, publish_pending=1), None)
+    assert told.endswith(" tok/s=1234 ceiling=12.3% publishing=1")
+    assert "publishing" not in plain_line(line(publish_pending=0), None)
+
+
 def test_a_validation_is_in_its_steps_line() -> None:
     text = plain_line(line(validation_loss=5.0), None)
     assert "validation_loss=5.0000" in text
