@@ -1,11 +1,14 @@
-"""How this process keeps its memory between steps.
+"""How this process keeps its memory between steps, and how much it has.
 
-Owns one setting of the C library. Knows nothing of what the memory is for.
+Owns one setting of the C library and one number of the kernel. Knows nothing of what
+the memory is for.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
+from pathlib import Path
 
 # Of <malloc.h>: the size above which memory comes from the system and returns to it at once, and
 # the free size at which the heap shrinks.
@@ -30,3 +33,12 @@ def keep_freed_memory() -> bool:
     return bool(
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_BYTES) and mallopt(_M_TRIM_THRESHOLD, _NEVER_TRIM)
     )
+
+
+def resident_bytes() -> int | None:
+    """Give the memory that this process holds now, mapped files included; None if untold."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")

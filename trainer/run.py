@@ -25,6 +25,7 @@ from trainer.data.batches import batch_at
 from trainer.engine import Engine, StepResult
 from trainer.errors import GradientOverflowError, NonFiniteError, UpdateRejectedError
 from trainer.guard import train_guarded
+from trainer.host_memory import resident_bytes
 from trainer.metering import MeteredTransaction
 from trainer.pins import pins_of
 from trainer.plan import Plan
@@ -142,6 +143,8 @@ class Run:
             "publish_seconds": publish_seconds,
             "bytes_read": metered.bytes_read,
             "bytes_written": metered.bytes_written,
+            "host_memory_bytes": resident_bytes(),
+            "device_peak_bytes": self.engine.device.peak_bytes(),
             "timings": trained.timings,
         }
 

@@ -38,6 +38,7 @@ CALLS = [
     ["train-data", "prepare"],
     ["train-data", "inspect"],
     ["train-generate"],
+    ["train-report"],
     *[["shardb", verb] for verb in VERBS],
 ]
 
@@ -94,7 +95,7 @@ def test_is_a_poor_help_caught() -> None:
     assert "2 usage or bad input" in missing_from_help("Examples: Exit codes: 0 fine")
 
 
-@pytest.mark.parametrize("command", ["train", "train-data", "train-generate", "shardb"])
+@pytest.mark.parametrize("command", ["train", "train-data", "train-generate", "train-report", "shardb"])
 def test_does_help_come_without_loading_torch(repository: Path, command: str) -> None:
     refuse = "sys.modules['torch'] = None"
     assert command in help_of(repository, [command], preamble=refuse)
