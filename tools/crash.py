@@ -4,7 +4,7 @@ Each workload is recorded once on a simulated disk; every state that a crash may
 RAM disk, opened, compared with a plain-dict model and checked with fsck. A violation is printed
 with the command that finds it again. Interrupt it at any time: it leaves nothing behind.
 
-Exit codes: 0 every state recovered; 1 violations; 2 usage; 130 interrupted.
+Exit codes: 0 every state recovered; 1 violations; 2 usage; 130 and 143 interrupted.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from shardb.testing.explorer import Counts, ExploreLimits, explore
+from shardb.testing.explorer import Counts, ExploreLimits, OnPoint, explore
 from shardb.testing.images import ImageLimits
 from shardb.testing.workloads import WORKLOADS
 
@@ -50,6 +51,7 @@ def main() -> int:
     parent = arguments.scratch or (RAM_DISK if os.access(RAM_DISK, os.W_OK) else None)
     scratch = tempfile.mkdtemp(prefix="shardb-crash-", dir=parent)
     results: dict[str, Any] = {}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves through `finally` below
     try:
         for name in arguments.workload or sorted(WORKLOADS):
             for seed in range(arguments.seed, arguments.seed + arguments.seeds):
@@ -71,7 +73,9 @@ def main() -> int:
 def _explore(name: str, seed: int, scratch: str, arguments: argparse.Namespace) -> dict[str, Any]:
     start = time.monotonic()
     limits = EFFORTS[arguments.effort]
-    counts = explore(WORKLOADS[name], scratch=scratch, limits=limits, seed=seed)
+    counts = explore(
+        WORKLOADS[name], scratch=scratch, limits=limits, seed=seed, on_point=_progress(name)
+    )
     seconds = time.monotonic() - start
     if not arguments.json:
         _show(name, seed, counts, seconds, arguments.effort)
@@ -85,6 +89,20 @@ def _explore(name: str, seed: int, scratch: str, arguments: argparse.Namespace) 
         "seconds": round(seconds, 1),
         "violations": [str(violation) for violation in counts.violations],
     }
+
+
+def _progress(name: str) -> OnPoint | None:
+    """On a terminal, a line that says how far a workload is."""
+    if not sys.stderr.isatty():
+        return None
+
+    def show(point: int, counts: Counts) -> None:
+        states = counts.states + counts.recovery_states
+        end = "\n" if point == counts.operations else ""
+        line = f"\r{name}: operation {point} of {counts.operations}, {states} states"
+        print(line, end=end, file=sys.stderr, flush=True)
+
+    return show
 
 
 def _show(name: str, seed: int, counts: Counts, seconds: float, effort: str) -> None:
@@ -101,7 +119,7 @@ def _show(name: str, seed: int, counts: Counts, seconds: float, effort: str) -> 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").split("\n")[0],
-        epilog="Exit codes: 0 every state recovered; 1 violations; 2 usage; 130 interrupted.",
+        epilog=(__doc__ or "").rpartition("\n\n")[2],
     )
     parser.add_argument(
         "--workload", action="append", choices=sorted(WORKLOADS), help="only this; may be repeated"

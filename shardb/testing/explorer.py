@@ -32,6 +32,7 @@ from shardb.testing.recording import (
 
 # A workload gets a file system, the path of its store and the journal it must keep.
 Workload = Callable[[RecordingFileSystem, str, Journal], None]
+OnPoint = Callable[[int, "Counts"], None]
 STORE = "run"
 
 
@@ -47,8 +48,8 @@ class ExploreLimits:
 
     images: ImageLimits = field(default_factory=ImageLimits)
     earlier_indexes: int = 2
-    recovery_every: int = 250
-    kill_every: int = 6
+    recovery_every: int = 500
+    kill_every: int = 10
     recovery_images: ImageLimits = field(
         default_factory=lambda: ImageLimits(
             exhaustive_operations=2,
@@ -110,9 +111,11 @@ def explore(
     seed: int = 0,
     audit: Audit = fsck_audit,
     ignore: Ignore = ignore_nothing,
+    on_point: OnPoint | None = None,
 ) -> Counts:
     """Record `workload` and explore its crashes below the directory `scratch`, best on a RAM disk.
 
+    `on_point` is told the number of each operation that is done, and the counts so far.
     `ignore` makes the disk lie about syncs: the control arm, which must give violations.
     """
     exploration = _Exploration(scratch, limits or ExploreLimits(), seed, audit)
@@ -124,7 +127,7 @@ def explore(
     finally:
         files.shut_down()
     exploration.counts.operations = len(files.operations)
-    exploration.crash_everywhere(files, journal)
+    exploration.crash_everywhere(files, journal, on_point or _say_nothing)
     shutil.rmtree(root)
     return exploration.counts
 
@@ -148,7 +151,10 @@ class _Exploration:
         os.mkdir(path)
         return path
 
-    def crash_everywhere(self, files: RecordingFileSystem, journal: Journal) -> None:
+    def crash_everywhere(
+        self, files: RecordingFileSystem, journal: Journal, on_point: OnPoint
+    ) -> None:
+        """Try the crashes before each operation, and after the last one."""
         state = DiskState(files.initial)
         for point in range(len(files.operations) + 1):
             expectation = journal.at(point)
@@ -167,6 +173,7 @@ class _Exploration:
                     return
             if point % self._limits.kill_every == 0:
                 self._kill(state, files, point, expectation)
+            on_point(point, self.counts)
             if point < len(files.operations):
                 state.advance(files.operations[point])
 
@@ -334,6 +341,10 @@ class _Point:
     image: str
     index: _Index
     expectation: Expectation
+
+
+def _say_nothing(_: int, __: Counts) -> None:
+    pass
 
 
 def _index_key(index: _Index) -> bytes:
