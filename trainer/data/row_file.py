@@ -60,9 +60,10 @@ def check_ids(
             f"{where} holds the negative token id {token_id}; the file is damaged or was not "
             "written as token ids: prepare the data again"
         )
+    needed = int(wide.max()) + 1
     raise InputError(
         f"{where} holds token id {token_id:,}, but the vocabulary has {limit:,} ids "
-        f"(0 to {limit - 1:,}); set --vocab-size to at least {token_id + 1:,} or prepare the data "
+        f"(0 to {limit - 1:,}); set --vocab-size to at least {needed:,} or prepare the data "
         "with the model's tokenizer"
     )
 

@@ -147,6 +147,15 @@ def test_are_unequal_widths_refused(tmp_path: Path) -> None:
         TokenRows.open(tmp_path)
 
 
+def test_is_the_vocabulary_that_a_refusal_asks_for_large_enough(tmp_path: Path) -> None:
+    rows = rows_of()
+    rows[1, 2], rows[2, 0] = 8000, 8123
+    np.save(tmp_path / "a.npy", rows)
+    with pytest.raises(InputError, match=r"token id 8,000, .* to at least 8,124 or"):
+        TokenRows.open(tmp_path, vocab_size=8000).largest_id()
+    assert TokenRows.open(tmp_path, vocab_size=8124).largest_id() == 8123
+
+
 def test_is_an_id_equal_to_the_vocabulary_found_in_the_last_row(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", rows_of())
     last = rows_of()
