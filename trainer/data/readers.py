@@ -141,7 +141,10 @@ class DocumentReader:
         return text
 
     def _bad(self, line: int, reason: str) -> InputError:
-        return InputError(f"{self.path}: line {line:,}: {reason}, or use --skip-bad")
+        return InputError(
+            f"{self.path}: line {line:,}: {reason}; mend the line, or use "
+            "--skip-bad to leave such lines out"
+        )
 
     def _bad_utf8(
         self, error: UnicodeDecodeError, block: bytes, offset: int, line: int

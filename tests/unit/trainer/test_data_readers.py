@@ -229,8 +229,11 @@ BROKEN_RECORDS = {
 def test_is_a_broken_json_line_refused_or_left_out(broken: str, tmp_path: Path) -> None:
     text = record(text="good") + broken + "\n" + record(text="also good")
     path = write(tmp_path / "a.jsonl", text)
-    with pytest.raises(InputError, match=r"a\.jsonl: line 2: .*" + BROKEN_RECORDS[broken]):
+    with pytest.raises(
+        InputError, match=r"a\.jsonl: line 2: .*" + BROKEN_RECORDS[broken]
+    ) as caught:
         documents(path)
+    assert "mend the line, or use --skip-bad" in str(caught.value)
     reader = DocumentReader(path, SKIP)
     assert joined(reader.pieces()) == ["good", "also good"]
     assert reader.bad_lines == (2 if "\n" in broken else 1)
