@@ -8,6 +8,7 @@ checked; the last step is published before a run ends, unless publishing itself 
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -162,7 +163,7 @@ def _say_start(plan: Plan, tiers: Tiers, head: Commit, progress: Progress) -> No
 def _say_end(plan: Plan, run: Run) -> int:
     progress, request, head = run.progress, run.request, run.head
     progress.close()
-    again = f"train --store {plan.store}"
+    again = f"train --store {shlex.quote(str(plan.store))}"
     if run.tiers.branch != DEFAULT_BRANCH:
         again += f" --branch {run.tiers.branch}"
     if request.stop_signal is not None:
