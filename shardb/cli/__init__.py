@@ -97,6 +97,11 @@ def run(arguments: list[str]) -> int:
         return _fail("interrupted", INTERRUPTED)
     except ShardbError as error:
         return _fail(str(error), error.exit_code)
+    except SystemExit as ended:
+        # So ends the command line library, with 1, when the reader closed standard output.
+        if isinstance(ended.__context__, BrokenPipeError):
+            return 0
+        raise
     except BrokenPipeError:
         # The reader, `head` for instance, has what it wanted. Closed, so that nothing is flushed.
         with suppress(BrokenPipeError):

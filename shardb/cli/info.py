@@ -40,16 +40,18 @@ def describe(store: Looking) -> dict[str, Any]:
     commits = store.commits()
     objects = {e.digest: e.bytes for commit in commits for e in commit.shards.values()}
     writers = {writer["branch"]: writer for writer in store.locks.writers()}
+    medium = store.files.kind(store.root)
     sizes = {part: _directory_bytes(store.files, f"{store.root}/{part}") for part in PARTS}
     return {
         "path": store.root,
         "store_id": store.format.store_id,
         "version": store.format.version,
-        "medium": store.files.kind(store.root),
+        "medium": medium,
         "branches": {
             name: {
                 "step": head.step,
-                "durable_step": store.durable_step(name),
+                # As in the step log: nothing that is only in memory survives power loss.
+                "durable_step": 0 if _is_volatile(medium) else store.durable_step(name),
                 "commit": head.id,
                 "writer": writers.get(name),
             }
@@ -81,6 +83,10 @@ def _directory_bytes(files: FileSystem, directory: str) -> int:
     return total_bytes
 
 
+def _is_volatile(medium: str) -> bool:
+    return medium.startswith("memory")
+
+
 def _print_text(found: dict[str, Any]) -> None:
     sizes = found["bytes"]
     print(f"store      {os.path.relpath(found['path'])}  (id {found['store_id']}, "
@@ -88,7 +94,8 @@ def _print_text(found: dict[str, Any]) -> None:
     for name, branch in found["branches"].items():
         writer = branch["writer"]
         written_by = f"; written by {owner_text(writer)}" if writer else ""
-        print(f"branch     {name}: step {branch['step']}, durable{written_by}")
+        kept = "in memory only" if _is_volatile(found["medium"]) else "durable"
+        print(f"branch     {name}: step {branch['step']}, {kept}{written_by}")
     if not found["branches"]:
         print("branch     none yet: the store has no commit")
     for name, pinned in found["snapshots"].items():

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,15 +13,17 @@ import pytest
 import shardb
 from shardb.cli import VERBS
 from shardb.cli.fsck import _seconds
+from shardb.cli.info import describe
 from shardb.cli.printing import in_bytes, number, plain
 from shardb.errors import EXIT_CODES, UsageError
-from tests.support.commands import Ask, check_refused
+from tests.support.commands import PROGRAM, REPOSITORY, Ask, check_refused
 from tests.support.small_stores import (
     SHARDS,
     commit_step,
     copy_store,
     fill_store,
 )
+from tests.support.stores import Medium
 
 # Verbs that need nothing but the store.
 LOOKING = ("info", "log", "ls", "show", "snapshots", "recover", "fsck", "gc")
@@ -167,6 +172,27 @@ def test_does_info_name_writers_readers_and_sizes(ask: Ask, store: Path) -> None
     assert told["policy"]["keep_last"] == 2
     assert told["bytes"]["logical"] > 0
     assert "written by process" in text
+
+
+@pytest.mark.parametrize(("medium", "durable"), [("disk", 6), ("memory:tmpfs", 0)])
+def test_does_info_call_no_step_durable_that_is_only_in_memory(
+    store: Path, medium: str, durable: int
+) -> None:
+    with shardb.open(store, files=Medium(medium)) as opened:
+        told = describe(opened)
+    assert told["branches"]["main"]["step"] == 6
+    assert told["branches"]["main"]["durable_step"] == durable
+
+
+def test_is_a_reader_that_stops_reading_no_finding(store: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-c", PROGRAM, "log", str(store), "--json"]
+    ended = subprocess.run(
+        command, cwd=REPOSITORY, stdout=writing, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_does_ls_list_shards_and_tensors(ask: Ask, store: Path) -> None:
