@@ -18,6 +18,7 @@ from trainer.errors import InputError
 # Up to this size every byte of a set is read at the start: about a second. Of larger sets the
 # manifest is believed, and each row is still checked when it is read.
 READ_ALL_BYTES = 1 << 30
+RAW_DTYPES = ("uint16", "uint32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +39,19 @@ def end_of_text_id(data_dir: str) -> int | None:
 
 
 def open_inputs(
-    data_dir: str, val_data_dir: str | None, *, vocab_size: int, seq_len: int | None
+    data_dir: str,
+    val_data_dir: str | None,
+    *,
+    vocab_size: int,
+    seq_len: int | None,
+    data_dtype: str = "npy",
 ) -> Inputs:
     """Open and check everything that training will read; InputError names the file and the fix.
 
-    `seq_len` is the length the rows must have, None to take what they have.
+    `seq_len` is the length the rows must have, None to take what they have; `data_dtype` is "npy",
+    or that of raw files, which are cut into rows of `seq_len`.
     """
-    rows = TokenRows.open(data_dir, vocab_size)
+    rows = _open_rows(data_dir, vocab_size, data_dtype, seq_len)
     if seq_len is not None and rows.seq_len != seq_len:
         raise InputError(
             f"{data_dir}: its rows hold {rows.seq_len} tokens, but --seq-len is {seq_len}: leave"
@@ -56,7 +63,7 @@ def open_inputs(
     if val_data_dir is None:
         notes.append("no --val-data-dir: this run is not validated")
     else:
-        validation_rows = TokenRows.open(val_data_dir, vocab_size)
+        validation_rows = _open_rows(val_data_dir, vocab_size, data_dtype, seq_len)
         _check_validation(rows, validation_rows, notes)
     return Inputs(
         rows=rows,
@@ -65,6 +72,20 @@ def open_inputs(
         tokenizer=_tokenizer(rows, data_dir),
         notes=tuple(note for note in notes if note),
     )
+
+
+def _open_rows(data_dir: str, vocab_size: int, data_dtype: str, seq_len: int | None) -> TokenRows:
+    if data_dtype == "npy":
+        return TokenRows.open(data_dir, vocab_size)
+    if data_dtype not in RAW_DTYPES:
+        choices = ", ".join(("npy", *RAW_DTYPES))
+        raise InputError(f"--data-dtype is {data_dtype!r}: choose from {choices}")
+    if seq_len is None:
+        raise InputError(
+            f"--data-dtype {data_dtype}: raw token files do not say how long a row is: give"
+            " --seq-len"
+        )
+    return TokenRows.open_raw(data_dir, dtype=data_dtype, seq_len=seq_len, vocab_size=vocab_size)
 
 
 def _check_validation(rows: TokenRows, validation_rows: TokenRows, notes: list[str]) -> None:

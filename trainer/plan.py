@@ -99,6 +99,7 @@ def _plan_new(path: Path, found: Found, given: Given, notes: list[str]) -> Plan:
         given.get("val_data_dir"),
         vocab_size=model.vocab_size,
         seq_len=given.get("seq_len"),
+        data_dtype=given.get("data_dtype", "npy"),
     )
     facts = DataFacts(
         seq_len=inputs.rows.seq_len,
@@ -129,6 +130,7 @@ def _plan_resumed(
         settings.val_data_dir,
         vocab_size=recipe.model.vocab_size,
         seq_len=recipe.seq_len,
+        data_dtype=settings.data_dtype,
     )
     if inputs.data_digest != recipe.data_digest:
         if not given.get("accept_changed_data"):

@@ -27,6 +27,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "master_weight_dtype": ("fp32", "bf16"),
     "optimizer": ("adamw", "lion", "adafactor"),
     "optimizer_state_dtype": ("fp32", "bf16", "int8"),
+    "data_dtype": ("npy", "uint16", "uint32"),
     "row_order": ("shuffled", "sequential"),
     "weight_decay_scope": ("all", "matrices"),
     "grad_clip_mode": ("global", "shard", "none"),
@@ -148,6 +149,7 @@ class Settings:
 
     data_dir: str
     val_data_dir: str | None = None
+    data_dtype: str = "npy"
     preset: str | None = None
     active: str | None = None
     active_copies: int = 3

@@ -140,6 +140,7 @@ _SETTING = (
     *_flags(
         Scope.SETTING,
         ("data_dir", str, "Folder of token rows (.npy) to train on."),
+        ("data_dtype", str, "npy, or uint16, uint32: raw .bin files, cut into rows of --seq-len."),
         ("val_data_dir", str, "Folder of held-out token rows; without it nothing is validated."),
         ("max_steps", int, "Stop at this step: a stop only, never a schedule's horizon."),
         ("max_skipped_steps", int, "Stop when so many steps in a row were skipped."),
