@@ -51,7 +51,7 @@ class MappedPool:
         path, fresh = self._objects.staged_path(branch, length)
         files = self._objects.files
         with opened(files, path, WRITE | (CREATE | EXCLUSIVE if fresh else 0)) as file:
-            if fresh:
+            if fresh or files.status(path).size_bytes < length:
                 # Reserved now: a full RAM disk must be an error here, not a SIGBUS while filling.
                 files.allocate(file, length, keep_size=False)
             mapping = files.map(file, length, writable=True)

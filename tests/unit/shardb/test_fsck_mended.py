@@ -20,6 +20,7 @@ from tests.support.small_stores import (
     fsck,
     kinds,
 )
+from tests.support.stores import Medium
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,17 @@ def test_is_a_spare_file_of_another_size_not_reused(run: Path) -> None:
     assert not fsck(run).has_errors
     with shardb.open(run) as store, store.at(step=7) as view:
         assert [view.read(name).array("w")[0] for name in SHARDS] == [70, 71, 72]
+
+
+@pytest.mark.parametrize("medium", ["disk", "memory:tmpfs"])
+def test_is_a_spare_file_that_was_cut_used_whole(run: Path, medium: str) -> None:
+    for path in (run / "spare").iterdir():
+        path.write_bytes(b"")
+    with shardb.open(run, files=Medium(medium)) as store:
+        commit_step(store, 7)
+    assert not fsck(run).has_errors
+    with shardb.open(run) as store, store.at(step=7) as view:
+        assert [view.read(name).array("w")[-1] for name in SHARDS] == [70, 71, 72]
 
 
 def test_does_no_flipped_bit_of_the_index_change_an_answer(run: Path, tmp_path: Path) -> None:
