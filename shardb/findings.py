@@ -7,6 +7,7 @@ Owns the form of a finding and of the report; `kind` is a stable word, and the s
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from shlex import quote
 from typing import Any, Literal
 
 Severity = Literal["error", "warning", "info"]
@@ -40,8 +41,15 @@ KINDS: dict[str, str] = {
     "partial_file": "a file was being written beside its place when its writer died",
     "lease_of_dead_reader": "the reader that held this lease is gone",
     "index_set_aside": "an unreadable index was moved out of the way earlier",
+    "log_acknowledged": "a part of the log is lost, which a repair has acknowledged",
+    "damaged_set_aside": "damaged bytes that a repair has kept, for whoever can read them",
     "foreign_file": "a file that the store did not make",
 }
+
+
+def command(verb: str, root: str) -> str:
+    """A command on a store, as it can be typed."""
+    return f"shardb {verb} {quote(root)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

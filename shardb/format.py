@@ -79,6 +79,14 @@ def is_whole(data: bytes) -> bool:
         return False
 
 
+def has_whole_format(files: FileSystem, root: str) -> bool:
+    """Whether FORMAT is whole: when it is refused all the same, it is of a newer version."""
+    try:
+        return is_whole(read_file(files, format_path(root), limit_bytes=FORMAT_LIMIT_BYTES))
+    except OSError:
+        return False
+
+
 def read_format(files: FileSystem, root: str) -> Format:
     """Read the FORMAT of a store; NotFoundError when there is no store at `root`."""
     path = format_path(root)

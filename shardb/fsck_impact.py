@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from shardb import refs
-from shardb.findings import Finding
-from shardb.fsck_log import restore_command
+from shardb.findings import Finding, command
 from shardb.fsck_objects import ObjectFault, Wanted
 from shardb.records import Commit
 from shardb.references import CHAIN_MAX, pack_rows
@@ -66,7 +65,7 @@ def object_finding(
         steps=tuple(sorted({commit.step for commit in hit})),
         snapshots=tuple(sorted(snapshots)),
         nearest_intact_step=nearest_intact_step(hit, retained, damaged),
-        next_command=restore_command(root, fault.path),
+        next_command=command("repair", root),
     )
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Collection, Iterator
+from shlex import quote
 
 from shardb.filesystem import FileSystem
-from shardb.findings import Finding, Severity
+from shardb.findings import Finding, Severity, command
 from shardb.format import DIRECTORIES
 from shardb.fsck_view import View, any_branch_is_written, branch_is_written, is_held
 from shardb.log import SEGMENT_PATTERN
@@ -24,6 +25,9 @@ PACK_NAME = re.compile(rf"^([0-9a-f]{{32}}){re.escape(PACK_SUFFIX)}$")
 STAGED_NAME = re.compile(r"^(?:staged\.(?P<branch>.+)|held\.\d+)\.[0-9a-f]+$")
 LEASE_NAME = re.compile(r"^[0-9a-f]{32}\.[0-9a-f]+$")
 INDEX_NAMES = {"data.mdb", "lock.mdb"}
+# What a repair keeps of the log and of objects, for whoever can read it.
+SET_ASIDE = "damaged_set_aside"
+SET_ASIDE_PREFIX = "damaged-"
 # A reader locks its lease right after making it; a lease seen unlocked twice has no owner.
 LEASE_PROBE_SECONDS = 0.05
 
@@ -54,7 +58,7 @@ def _missing_directories(view: View) -> Iterator[Finding]:
                 kind="directory_missing",
                 severity="warning",
                 path=f"{view.root}/{name}",
-                next_command=f"shardb recover {view.root}",
+                next_command=command("recover", view.root),
             )
 
 
@@ -106,10 +110,6 @@ def _in_spare(files: FileSystem, view: View) -> Iterator[Finding]:
             yield _leftover(view, "staged_leftover", f"spare/{name}")
 
 
-def _exists(files: FileSystem, view: View, name: str) -> bool:
-    return files.exists(f"{view.root}/spare/{name}")
-
-
 def _misnamed(files: FileSystem, view: View, name: str, told_bytes: int) -> Iterator[Finding]:
     try:
         size_bytes = files.status(f"{view.root}/spare/{name}").size_bytes
@@ -151,6 +151,8 @@ def _in_leases(files: FileSystem, view: View) -> Iterator[Finding]:
 
 
 def _partial_or_foreign(name: str) -> str:
+    if name.startswith(SET_ASIDE_PREFIX):
+        return SET_ASIDE
     return "partial_file" if name.endswith(".partial") else "foreign_file"
 
 
@@ -169,5 +171,11 @@ def _leftover(
         path=f"{view.root}/{name}",
         expected=expected,
         found=found,
-        next_command=None if kind == "foreign_file" else f"shardb gc {view.root}",
+        next_command=_next_command(view.root, kind, name),
     )
+
+
+def _next_command(root: str, kind: str, name: str) -> str | None:
+    if kind == "foreign_file":
+        return None
+    return f"rm -r {quote(f'{root}/{name}')}" if kind == SET_ASIDE else command("gc", root)

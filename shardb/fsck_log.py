@@ -10,7 +10,7 @@ trusted again from the next checkpoint on.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgpack
@@ -18,15 +18,17 @@ import msgpack
 from shardb import state
 from shardb.errors import LogDamagedError
 from shardb.filesystem import FileSystem
-from shardb.findings import Finding, Severity
+from shardb.findings import Finding, Severity, command
 from shardb.frames import Frame
 from shardb.fsck_view import View
-from shardb.history import LogEntry, LogFault, read_log
+from shardb.history import FaultKey, LogEntry, LogFault, acknowledged_by, key_of, read_log
 from shardb.index_state import IndexState, position_differences
 from shardb.log import Log
 from shardb.state import DictTables
 
 SHOWN_DIFFERENCES_MAX = 10
+# The kind of a fault of the file alone: its records are whole, though it is not as it was closed.
+CHANGED_FILE = "file"
 _KIND_OF_FAULT = {
     "damaged": "log_damaged",
     "chain": "log_chain_broken",
@@ -41,16 +43,23 @@ _KIND_OF_FAULT = {
 class Replay:
     """What the log says, and what is wrong with it.
 
-    `tables` are the newest state, None where damage leaves it unknown.
+    `tables` are the newest state, None where damage leaves it unknown. `faults` are those of the
+    findings that a repair can acknowledge.
     """
 
     tables: DictTables | None
     findings: list[Finding] = field(default_factory=list)
+    faults: list[tuple[FaultKey, Finding]] = field(default_factory=list)
 
 
-def check_log(files: FileSystem, view: View, index: IndexState | None) -> Replay:
-    """Read the whole log of a view and compare the index with it."""
-    log = Log(files, f"{view.root}/wal")
+def check_log(
+    files: FileSystem, view: View, index: IndexState | None, *, log: Log | None = None
+) -> Replay:
+    """Read the whole log of a view and compare the index with it.
+
+    `log` is by default the one that lies there.
+    """
+    log = log or Log(files, f"{view.root}/wal")
     replay = _Replaying(log, view, index, view.leased(files))
     if not view.sequences:
         replay.add("log_missing", log.directory, expected="log segments", found="none")
@@ -62,7 +71,13 @@ def check_log(files: FileSystem, view: View, index: IndexState | None) -> Replay
     replay.check_beginnings()
     replay.meet_end()
     replay.check_closed()
-    return Replay(tables=replay.tables if replay.trusted else None, findings=replay.findings)
+    replay.acknowledge()
+    keyed = zip(replay.keys, replay.findings, strict=True)
+    return Replay(
+        tables=replay.tables if replay.trusted else None,
+        findings=replay.findings,
+        faults=[(key, finding) for key, finding in keyed if key is not None],
+    )
 
 
 class _Replaying:
@@ -78,6 +93,8 @@ class _Replaying:
         self.tables = DictTables()
         self.trusted = view.sequences[:1] == [1]
         self.findings: list[Finding] = []
+        self.keys: list[FaultKey | None] = []  # of the findings, one each
+        self.acknowledged: set[FaultKey] = set()
         self.last: Frame | None = None
         self.tail: LogFault | None = None
         self.is_other_log = False
@@ -97,6 +114,7 @@ class _Replaying:
             offset=fault.offset,
             expected=fault.expected,
             found=fault.found,
+            key=key_of(fault),
         )
 
     def meet_record(self, entry: LogEntry) -> None:
@@ -104,6 +122,7 @@ class _Replaying:
         if entry.frame.offset == 0 and entry.record["kind"] == first_kind(entry.sequence):
             self.begun.add(entry.sequence)
         try:
+            self.acknowledged |= acknowledged_by(entry.record)
             self._apply(entry)
         except (LogDamagedError, AssertionError, KeyError, TypeError, ValueError) as error:
             self.trusted = False
@@ -113,6 +132,7 @@ class _Replaying:
                 offset=entry.frame.offset,
                 expected=f"record {entry.frame.lsn} to follow from those before it",
                 found=str(error),
+                key=(entry.sequence, "garbled", entry.frame.offset),
             )
         if self.index is None:
             return
@@ -142,6 +162,7 @@ class _Replaying:
                 offset=entry.frame.offset,
                 expected=f"the state that records 1 to {entry.frame.lsn - 1} give",
                 found=f"another one: {_first_difference(replayed, told)}",
+                key=(entry.sequence, "checkpoint", entry.frame.offset),
             )
 
     def _compare_index(self, index: IndexState, entry: LogEntry) -> None:
@@ -158,7 +179,6 @@ class _Replaying:
                 path,
                 expected=f"{difference.table} {difference.key}: {difference.expected}",
                 found=f"{difference.found}{more}",
-                next_command=f"rm {path} && shardb recover {self.view.root}",
             )
 
     # What the end means
@@ -171,7 +191,14 @@ class _Replaying:
             if sequence not in self.begun and path not in told:
                 self.trusted = False
                 expected = f"a segment that begins with {first_kind(sequence)}"
-                self.add("log_truncated", path, offset=0, expected=expected, found="none of it")
+                self.add(
+                    "log_truncated",
+                    path,
+                    offset=0,
+                    expected=expected,
+                    found="none of it",
+                    key=(sequence, "beginning", 0),
+                )
                 self.tail = None
         last = self.view.sequences[-1] if self.view.sequences else 0
         if last and self.log.stored_path(last) != self.log.path(last):
@@ -184,7 +211,7 @@ class _Replaying:
         if self.index is not None and self._ends_before(self.index):
             self._add_truncated(self.index)
             return
-        recover = f"shardb recover {self.view.root}"
+        recover = command("recover", self.view.root)
         if self.tail is not None:
             self.add(
                 "log_torn_tail",
@@ -219,6 +246,7 @@ class _Replaying:
                     path,
                     expected=f"{size} bytes with digest {bytes(digest).hex()}",
                     found=f"{actual[1]} bytes with digest {actual[2].hex()}",
+                    key=(sequence, CHANGED_FILE, 0),
                 )
 
     def _ends_before(self, index: IndexState) -> bool:
@@ -241,23 +269,38 @@ class _Replaying:
             found=f"another record {applied.lsn}" if self.is_other_log else end,
         )
 
-    def add(self, kind: str, path: str, *, severity: Severity = "error", **fields: Any) -> None:
-        """Add a finding; without a next command the way is to put the file back from a copy."""
-        command = fields.pop("next_command", None) or restore_command(self.view.root, path)
+    def acknowledge(self) -> None:
+        """What a repair has told is no error any more; there is nothing left to do about it."""
+        for position, key in enumerate(self.keys):
+            if key in self.acknowledged:
+                self.findings[position] = replace(
+                    self.findings[position],
+                    kind="log_acknowledged",
+                    severity="info",
+                    next_command=None,
+                )
+                self.keys[position] = None
+
+    def add(
+        self,
+        kind: str,
+        path: str,
+        *,
+        severity: Severity = "error",
+        key: FaultKey | None = None,
+        **fields: Any,
+    ) -> None:
+        """Add a finding; `key` is there when a repair can acknowledge it."""
+        following = fields.pop("next_command", None) or command("repair", self.view.root)
+        self.keys.append(key)
         self.findings.append(
-            Finding(kind=kind, severity=severity, path=path, next_command=command, **fields)
+            Finding(kind=kind, severity=severity, path=path, next_command=following, **fields)
         )
 
 
 def first_kind(sequence: int) -> str:
     """The kind of the record that a segment is made with."""
     return "init" if sequence == 1 else "checkpoint"
-
-
-def restore_command(root: str, path: str) -> str:
-    """The command that puts one file or directory of a store back from a copy of the store."""
-    assert path.startswith(f"{root}/")
-    return f"cp -r COPY-OF-THE-STORE/{path[len(root) + 1 :]} {path}"
 
 
 def _without_closed(told: dict[str, Any]) -> dict[str, Any]:

@@ -46,6 +46,25 @@ class LogFault:
     found: str
 
 
+# Segment, kind and offset of a fault: what a repair acknowledges.
+FaultKey = tuple[int, str, int]
+
+
+def key_of(fault: LogFault) -> FaultKey:
+    """What tells a fault from others."""
+    return (fault.sequence, fault.kind, fault.offset)
+
+
+def acknowledged_by(record: Record) -> set[FaultKey]:
+    """The faults that a record says are known: a repair itself, or a checkpoint after it."""
+    told: Any = ()
+    if record["kind"] == "repair":
+        told = record.get("acknowledged")
+    elif record["kind"] == "checkpoint":
+        told = record["state"]["meta"].get("acknowledged")
+    return {(int(sequence), str(kind), int(offset)) for sequence, kind, offset in told or ()}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogEntry:
     """One record and the frame that holds it."""

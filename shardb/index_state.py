@@ -23,10 +23,9 @@ from shardb.index import applied_position
 from shardb.log import Log, Position
 from shardb.records import Commit
 from shardb.references import PackRow, held_packs
-from shardb.state import TABLES, DictTables
+from shardb.state import META_KEPT, TABLES, DictTables
 
 COMPARED = ("branches", "snapshots", "commits", "pins", "abandoned")
-META_COMPARED = ("store_id", "policy", "closed")
 # A longer segment is not replayed at every opening; a check does it whatever the length.
 REPLAYED_BYTES_MAX = 16 << 20
 
@@ -147,9 +146,7 @@ def count_references(commits: dict[str, Any], packs: dict[str, Any]) -> dict[str
 
 
 def _in_meta(index: DictTables, log: DictTables) -> Iterator[Difference]:
-    keys = [
-        key for key in META_COMPARED if key in index.tables["meta"] or key in log.tables["meta"]
-    ]
+    keys = [key for key in META_KEPT if key in index.tables["meta"] or key in log.tables["meta"]]
     rows = [{key: tables.get("meta", key) for key in keys} for tables in (index, log)]
     yield from _in_table("meta", *rows)
 

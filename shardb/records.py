@@ -22,7 +22,7 @@ Record = dict[str, Any]
 
 RECORD_KINDS = frozenset(
     "init begin commit abort branch snapshot delete rewind gc policy note checkpoint pack "
-    "unpack".split()
+    "unpack repair".split()
 )
 DIGEST_BYTES = 16
 _COMMIT_FIELDS: Mapping[str, Any] = {

@@ -204,6 +204,30 @@ def _apply_gc(tables: Tables, record: Record) -> None:
             _pin(tables, commit, -1)
 
 
+def _apply_repair(tables: Tables, record: Record) -> None:
+    """Give up what is lost: commits whose objects are, and parts of the log.
+
+    The head of a branch is never among them: a branch is rewound, or deleted, before.
+    """
+    for commit in record["dropped"]:
+        for name, row in list(tables.items("branches")):
+            if row["head"] == commit:
+                raise ValueError(f"commit {commit} is the head of branch {name!r}")
+            if commit in row["retained"]:
+                rest = [kept for kept in row["retained"] if kept != commit]
+                tables.put("branches", name, {"head": row["head"], "retained": rest})
+                _pin(tables, commit, -1)
+        if tables.get("abandoned", commit) is not None:
+            tables.delete("abandoned", commit)
+            _pin(tables, commit, -1)
+    known = tables.get("meta", "acknowledged") or []
+    added = [list(fault) for fault in record["acknowledged"]]
+    if added:
+        tables.put("meta", "acknowledged", known + [f for f in added if f not in known])
+    if record["closed"] is not None:
+        tables.put("meta", "closed", record["closed"])
+
+
 def _apply_checkpoint(tables: Tables, record: Record) -> None:
     """Start over from a full state.
 
@@ -271,8 +295,11 @@ _APPLY: dict[str, Callable[[Tables, Record], list[Retired] | None]] = {
     "policy": _apply_policy,
     "pack": _apply_pack,
     "unpack": _apply_unpack,
+    "repair": _apply_repair,
     "checkpoint": _apply_checkpoint,
 }
+# What a checkpoint holds of `meta`; the rest is how far an index has applied the log.
+META_KEPT = ("store_id", "policy", "closed", "acknowledged")
 # Records that change no table: the index need not apply them.
 WITHOUT_EFFECT = frozenset(("begin", "abort", "note"))
 
@@ -281,7 +308,7 @@ def full_state(tables: Tables) -> dict[str, dict[str, Any]]:
     """The state that a checkpoint record holds: all of it but what is condemned or derived."""
     names = ("branches", "snapshots", "abandoned", "pins")
     state: dict[str, dict[str, Any]] = {name: dict(tables.items(name)) for name in names}
-    state["meta"] = {k: v for k, v in tables.items("meta") if k in ("store_id", "policy", "closed")}
+    state["meta"] = {key: value for key, value in tables.items("meta") if key in META_KEPT}
     state["commits"] = {
         key: record
         for key, record in tables.items("commits")

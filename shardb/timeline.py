@@ -15,7 +15,16 @@ from typing import Any
 from shardb.errors import FormatError, LogDamagedError
 from shardb.filesystem import FileSystem
 from shardb.format import read_format
-from shardb.history import LogEntry, LogFault, quiet_log, read_log, read_newest
+from shardb.history import (
+    FaultKey,
+    LogEntry,
+    LogFault,
+    acknowledged_by,
+    key_of,
+    quiet_log,
+    read_log,
+    read_newest,
+)
 from shardb.log import Log
 from shardb.records import Record
 from shardb.transfer_lineage import PastStep
@@ -101,12 +110,13 @@ def read_timeline(files: FileSystem, root: str, span: Span = EVERYTHING) -> Time
     with quiet_log(files, root):
         sequences, last = read_newest(log)
     wanted = _wanted_segments(log, sequences, last, span)
-    teller = _Teller()
+    teller, met = _Teller(), []
     for item in read_log(log, wanted, last=last, first=wanted[0] if wanted != sequences else 1):
         if isinstance(item, LogEntry):
             teller.meet(item.record)
         elif not _is_unfinished(item, sequences):
-            faults.append(_fault_text(item))
+            met.append(item)
+    faults += [_fault_text(fault) for fault in met if key_of(fault) not in teller.acknowledged]
     return Timeline(rows=span.of(teller.ended()), faults=[*faults, *teller.faults])
 
 
@@ -139,6 +149,7 @@ class _Teller:
     def __init__(self) -> None:
         self.rows: list[Row] = []
         self.faults: list[str] = []
+        self.acknowledged: set[FaultKey] = set()
         self._by_id: dict[str, Row] = {}
         self._heads: dict[str, str] = {}
         self._snapshots: dict[str, str] = {}
@@ -164,6 +175,7 @@ class _Teller:
 
     def _meet(self, record: Record) -> None:
         kind = record["kind"]
+        self.acknowledged |= acknowledged_by(record)
         if kind == "commit":
             self._meet_commit(record)
         elif kind == "checkpoint":
@@ -186,6 +198,9 @@ class _Teller:
             self._note(record["origin"], "rewind", f"then rewound {record['branch']} to {place}")
         elif kind == "policy":
             self._note_last("policy", f"retention {record['policy']}")
+        elif kind == "repair":
+            lost = f", {len(record['dropped'])} commits given up" if record["dropped"] else ""
+            self._note_last("repair", f"then repaired{lost}")
 
     def _meet_checkpoint(self, state: Mapping[str, Any]) -> None:
         """Its commits are known, unless the segments that told them are damaged or not read."""

@@ -16,7 +16,8 @@ from shardb.cli.verified import VerifiedTimes
 from shardb.errors import ShardbError, UsageError
 from shardb.filesystem import RealFileSystem
 from shardb.findings import Finding, Report
-from shardb.fsck import Progress, check_store
+from shardb.fsck import check_store
+from shardb.fsck_audit import Progress
 
 DURATION = re.compile(r"^(\d+(?:\.\d+)?)(s|m|h|)$")
 UNIT_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import shardb
 from shardb import branching, state
 from shardb.branching import policy_of, set_policy
-from shardb.errors import UsageError
+from shardb.errors import LogDamagedError, UsageError
 from shardb.records import new_record
 from shardb.retention import Policy, kept
 from tests.support.log_records import applied, commit, live, record
@@ -152,5 +152,5 @@ def test_can_a_lost_head_be_seen() -> None:
     tables = applied(log)
     row = tables.get("branches", "main")
     tables.put("branches", "main", {**row, "retained": []})
-    with pytest.raises(AssertionError):
+    with pytest.raises(LogDamagedError):
         state.apply(tables, new_record("policy", policy=Policy(keep_last=1).to_record()))
