@@ -32,6 +32,7 @@ API = [
 VERBS = [
     *["init", "info", "log", "ls", "show", "snapshot", "recover", "fsck", "gc"],
     *["pack", "unpack", "du"],
+    *["branch", "branches", "rewind", "rm", "policy", "cat", "diff", "repair"],
 ]
 CALLS = [
     ["train"],
