@@ -29,6 +29,7 @@ COPIES = 3
 STORE_OVERHEAD_BYTES = 32 << 20
 # Python, torch and their libraries, measured at the first step of a tiny model.
 RUNTIME_BYTES = 400 << 20
+_THERE = ("boundary activations", "activations inside blocks", "one chunk's logits")
 # The store keeps up to so many bytes of what it wrote last in memory.
 CACHE_BYTES = 1 << 30
 
@@ -223,7 +224,7 @@ def _memory(recipe: Recipe, settings: Settings, activations: str) -> dict[str, i
     chunk = min(recipe.lm_head_chunk_tokens, tokens)
     block = item * (2 * tokens * inside_block + scores)
     kept = model.num_layers * recipe.gradient_accumulation_steps * block
-    return {
+    parts = {
         "the runtime": RUNTIME_BYTES,
         "one stage's shards, old and new": 2 * largest,
         "shards read ahead": min(ahead * max(sizes.values()), commit_bytes),
@@ -239,6 +240,8 @@ def _memory(recipe: Recipe, settings: Settings, activations: str) -> dict[str, i
         "activations inside blocks": block + (kept if activations == "keep" else 0),
         "one chunk's logits": 3 * 4 * chunk * model.vocab_size,
     }
+    # Of a step on another device these are there, see `vram`.
+    return parts if recipe.device == "cpu" else {k: v for k, v in parts.items() if k not in _THERE}
 
 
 def _decoding(recipe: Recipe, largest: int) -> dict[str, int]:
@@ -254,6 +257,11 @@ def _existing_parent(path: Path) -> Path:
     while not folder.is_dir():
         folder = folder.parent
     return folder
+
+
+def room_bytes(store: Path) -> int:
+    """Give the bytes that a store may hold: what it holds now, and what is free beside it."""
+    return _free_bytes(_existing_parent(store)) + _held_bytes(store)
 
 
 def _free_bytes(folder: Path) -> int:

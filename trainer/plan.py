@@ -14,9 +14,11 @@ import torch
 from trainer.budget import Budget, budget_of
 from trainer.device import Device
 from trainer.errors import InputError
+from trainer.fit import fit, size_of
 from trainer.found import Found
 from trainer.inputs import Inputs, end_of_text_id, open_inputs
 from trainer.prefetch import prefetch_of
+from trainer.preflight import shape_of
 from trainer.recipe import Recipe, Settings
 from trainer.recipe_build import (
     Changes,
@@ -66,6 +68,8 @@ def make_plan(found: Found, given: Given, notes: list[str]) -> Plan:
         plan = _plan_new(path, found, given, notes)
     else:
         plan = _plan_resumed(path, found, found.newest, given, notes)
+    if given.get("fit"):
+        plan = _fitted(plan, given)
     _check_together(plan)
     skipped_rows = given.get("skip_batches", 0) * plan.recipe.rows_per_step
     said = [*plan.notes, *idle_notes(given, plan.recipe, plan.settings)]
@@ -154,6 +158,32 @@ def _plan_resumed(
         budget=budget_of(recipe, settings, path),
         cursor=Cursor.of(stored.commit),
         notes=(*notes, *inputs.notes, *said),
+    )
+
+
+def _fitted(plan: Plan, given: Given) -> Plan:
+    """Cut the step's rows as `--fit` chooses; a change on resume is recorded like any other."""
+    memory = Device.from_name(plan.recipe.device).memory_bytes()
+    if "vram_budget" in given:
+        budget_bytes = size_of(given["vram_budget"])
+    elif memory is not None:
+        budget_bytes = memory[0]
+    else:
+        raise InputError("--fit: the run computes on the CPU: give --vram-budget, or --device cuda")
+    chosen = fit(shape_of(plan.recipe, plan.settings, plan.budget.activations), budget_bytes)
+    recipe = replace(
+        plan.recipe,
+        micro_batch_size=chosen.shape.micro_batch_size,
+        gradient_accumulation_steps=chosen.shape.accumulation,
+        lm_head_chunk_tokens=chosen.shape.options.lm_head_chunk_tokens,
+    )
+    settings = replace(plan.settings, activations=chosen.shape.options.activations)
+    return replace(
+        plan,
+        recipe=recipe,
+        settings=settings,
+        budget=budget_of(recipe, settings, plan.store),
+        notes=(*plan.notes, chosen.text),
     )
 
 

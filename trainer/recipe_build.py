@@ -86,6 +86,8 @@ def check_given(given: Given) -> list[str]:
         raise InputError(f"--run-dir is called --store here: give --store {given['run_dir']}")
     if given.get("json") and not given.get("dry_run"):
         raise InputError("--json goes with --dry-run: the step log of a run is JSON already")
+    if "vram_budget" in given and not given.get("fit"):
+        raise InputError("--vram-budget goes with --fit, which chooses a step for it")
     if "from_ref" in given and "branch" not in given:
         raise InputError("--from goes with --branch: the name of the branch that begins there")
     if given.get("skip_batches", 0) < 0:

@@ -51,6 +51,8 @@ _COMMAND = _flags(
     Scope.COMMAND,
     ("store", str, "The run's store, made if it does not exist; holds the step log in logs/."),
     ("dry_run", bool, "Print model, parameter count, shards and budgets, and stop."),
+    ("fit", bool, "Choose micro-batch, chunk of logits and activations for a device's memory."),
+    ("vram_budget", str, "With --fit: the memory to fit into, such as 8GiB; else what is free."),
     ("json", bool, "With --dry-run: print the same as JSON."),
     ("allow_network", bool, "Use a network file system: only one machine may ever open the store."),
     ("accept_changed_data", bool, "Go on although the training data is not what the run began on."),

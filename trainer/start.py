@@ -25,6 +25,7 @@ from trainer.engine import Engine
 from trainer.found import find_run
 from trainer.opening import Surroundings, opened_tiers
 from trainer.plan import Plan, finished_text, make_plan, validates
+from trainer.preflight import BudgetLine, binding, check_vram, preflight, preflight_text
 from trainer.progress import Progress, progress_for
 from trainer.recipe import Recipe, Settings
 from trainer.recipe_build import Given, check_given
@@ -52,6 +53,8 @@ def train(given: Given, request: StopRequest, say: Callable[[str], None]) -> int
     if given.get("dry_run"):
         say(_report(plan, as_json=bool(given.get("json"))))
         return 0
+    lines = _preflight(plan, measures=False)
+    check_vram(lines)
     active = plan.settings.active
     check_space(plan.budget, plan.store, Path(active) if active else None)
     memory_warning = check_memory(plan.budget)
@@ -60,6 +63,7 @@ def train(given: Given, request: StopRequest, say: Callable[[str], None]) -> int
     progress = progress_for(plan.settings.max_steps, validates=validates(plan))
     request.before_abort = progress.close
     try:
+        progress.note(_binding_text(lines))
         for note in (*plan.notes, *([f"warning: {memory_warning}"] if memory_warning else ())):
             progress.note(note)
         if request.stop_signal is not None:
@@ -178,6 +182,29 @@ def _say_end(plan: Plan, run: Run) -> int:
 
 def _report(plan: Plan, *, as_json: bool) -> str:
     parts = (plan.recipe, plan.settings, plan.budget)
+    lines = _preflight(plan, measures=True)
     if as_json:
-        return json.dumps(report_json(*parts) | {"notes": list(plan.notes)}, indent=2)
-    return "\n".join([report_text(*parts), *plan.notes])
+        told = {
+            "budgets": [line.to_json() for line in lines],
+            "binding": binding(lines).name,
+            "notes": list(plan.notes),
+        }
+        return json.dumps(report_json(*parts) | told, indent=2)
+    return "\n".join([report_text(*parts), *preflight_text(lines), *plan.notes])
+
+
+def _binding_text(lines: list[BudgetLine]) -> str:
+    tightest = binding(lines)
+    return f"budgets hold; {tightest.name} binds: {tightest.text}"
+
+
+def _preflight(plan: Plan, *, measures: bool) -> list[BudgetLine]:
+    stored = plan.found.newest
+    return preflight(
+        plan.recipe,
+        plan.settings,
+        plan.budget,
+        plan.store,
+        seconds=stored.commit.metrics.get("seconds") if stored else None,
+        measures=measures,
+    )

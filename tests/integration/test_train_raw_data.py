@@ -14,7 +14,7 @@ from tests.support.training import SEQ_LEN, arguments, step_records, train_here
 def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write the same rows twice: `raw/train/a.bin`, and `npy/train/a.npy`."""
     folder = tmp_path_factory.mktemp("both")
-    ids = np.random.default_rng(0).integers(0, 64, 40 * SEQ_LEN + 1)
+    ids = np.random.default_rng(0).integers(0, 64, 40 * SEQ_LEN + 2)
     for kind in ("raw", "npy"):
         (folder / kind / "train").mkdir(parents=True)
     ids.astype("<u2").tofile(folder / "raw" / "train" / "a.bin")

@@ -1,0 +1,111 @@
+"""Does `--fit` keep the batch, stay within the budget, and is every budget told?"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.tiny_model import TINY
+from tests.support.training import arguments, make_data, train_here
+from trainer import fit as fitting
+from trainer.engine import EngineOptions
+from trainer.errors import InputError
+from trainer.fit import fit, size_of
+from trainer.preflight import BudgetLine, binding, check_vram, preflight_text
+from trainer.vram import StepShape, predicted_bytes
+
+SHAPE = StepShape(
+    model=replace(TINY, vocab_size=8000),
+    options=EngineOptions(),
+    micro_batch_size=24,
+    accumulation=2,
+    seq_len=64,
+)
+
+
+def test_a_step_that_fits_whole_is_kept_whole() -> None:
+    chosen = fit(SHAPE, 1 << 40).shape
+    assert (chosen.micro_batch_size, chosen.accumulation) == (48, 1)
+    assert chosen.options.activations == "keep"
+
+
+def test_less_room_gives_smaller_steps_of_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "FULL_TOKENS", 512)
+    most, least = fit(SHAPE, 1 << 40).bytes, fit(SHAPE, 1 << 40).bytes
+    budget = most
+    seen = set()
+    while True:
+        try:
+            found = fit(SHAPE, budget)
+        except InputError as error:
+            assert "--vram-budget" in str(error)
+            break
+        shape = found.shape
+        assert found.bytes == predicted_bytes(shape) <= budget
+        assert shape.micro_batch_size * shape.accumulation == 48
+        seen.add((shape.micro_batch_size, shape.options.activations))
+        least, budget = found.bytes, found.bytes - (1 << 20)
+    assert least < most
+    assert len(seen) > 2
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("8GiB", 8 << 30), ("500MB", 500_000_000), ("1.5 g", 1_500_000_000), ("1024", 1024)],
+)
+def test_sizes_are_read(text: str, size: int) -> None:
+    assert size_of(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "much", "-1GiB", "0", "8iB"])
+def test_other_texts_are_refused(text: str) -> None:
+    with pytest.raises(InputError, match="--vram-budget"):
+        size_of(text)
+
+
+def line(name: str, needed: float, available: float | None) -> BudgetLine:
+    return BudgetLine(name=name, needed=needed, available=available, text="t", remedy="--flag")
+
+
+def test_the_binding_budget_is_named_and_a_full_device_refused() -> None:
+    lines = [line("device memory", 9, 10), line("disk space", 1, 10), line("time", 5, None)]
+    assert binding(lines).name == "device memory"
+    assert "--flag" in preflight_text(lines)[-1]
+    check_vram(lines)
+    with pytest.raises(InputError, match="--flag"):
+        check_vram([line("device memory", 11, 10)])
+
+
+def test_a_dry_run_tells_every_budget_and_what_fit_chose(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = make_data(tmp_path / "data")
+    flags = arguments(tmp_path / "run", data, "--max-steps", "1000", "--dry-run")
+    flags += ["--fit", "--vram-budget", "1GiB"]
+    assert train_here([*flags, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    names = [each["name"] for each in told["budgets"]]
+    assert names == [
+        *("device memory", "host memory", "page-locked memory", "disk space"),
+        *("time a step", "disk writes"),
+    ]
+    assert told["binding"] in names
+    assert any(note.startswith("--fit chose") for note in told["notes"])
+    by_name = {each["name"]: each for each in told["budgets"]}
+    written = by_name["disk writes"]
+    if written["needed"]:  # a store on a RAM disk writes nothing to a drive
+        assert written["needed"] == 1000 * told["budget"]["bytes_written_per_step"]
+        assert "years" in written["text"]
+    assert train_here(flags) == 0
+    assert " binds, " in capsys.readouterr().out
+
+
+def test_fit_on_a_cpu_needs_a_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = arguments(tmp_path / "run", make_data(tmp_path / "data"), "--dry-run")
+    assert train_here([*flags, "--fit"]) == 2
+    assert "--vram-budget" in capsys.readouterr().err
+    assert train_here([*flags, "--vram-budget", "1GiB"]) == 2
+    assert "--fit" in capsys.readouterr().err

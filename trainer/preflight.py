@@ -1,0 +1,219 @@
+"""Every budget of a run by itself, before anything is allocated, and the one that binds.
+
+Owns which budgets there are, what each has to hold against, and the flag that helps. Sizes come
+from `budget`, device memory from `vram`, rates from `ceiling`. It refuses nothing but
+device memory: `budget` refuses the others.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.budget import Budget, forms_of, in_bytes, is_ram_disk, machine_memory, room_bytes
+from trainer.ceiling import DEVICE_COPY_BYTES, measure, step_flops
+from trainer.device import Device
+from trainer.errors import InputError
+from trainer.recipe import Recipe, Settings
+from trainer.recipe_options import options_of
+from trainer.report import published_steps
+from trainer.vram import StepShape, predicted_phases
+
+# What a common consumer drive of 1 TB is warranted for.
+DRIVE_BYTES_WRITTEN = 600 * 10**12
+YEAR_SECONDS = 365.25 * 24 * 3600
+VRAM_REMEDY = (
+    "lower --micro-batch-size (and raise --gradient-accumulation-steps), --lm-head-chunk-tokens,"
+    " or let --fit choose"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BudgetLine:
+    """One budget: what is needed of what is there; None where there is no limit to hold against."""
+
+    name: str
+    needed: float
+    available: float | None
+    text: str
+    remedy: str
+
+    @property
+    def share(self) -> float:
+        """Give the part of what is there that is needed; 0 without a limit."""
+        return self.needed / self.available if self.available else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Give the line as a plain dictionary."""
+        return {
+            "name": self.name,
+            "needed": self.needed,
+            "available": self.available,
+            "share": self.share,
+            "text": self.text,
+            "remedy": self.remedy,
+        }
+
+
+def shape_of(recipe: Recipe, settings: Settings, activations: str) -> StepShape:
+    """Give what decides a step's device memory."""
+    return StepShape(
+        model=recipe.model,
+        options=options_of(recipe, settings, activations),
+        micro_batch_size=recipe.micro_batch_size,
+        accumulation=recipe.gradient_accumulation_steps,
+        seq_len=recipe.seq_len,
+    )
+
+
+def preflight(
+    recipe: Recipe,
+    settings: Settings,
+    budget: Budget,
+    store: Path,
+    *,
+    seconds: float | None = None,
+    measures: bool = False,
+) -> list[BudgetLine]:
+    """Give every budget.
+
+    seconds: of a step of this run, where one was made; measures: else take a tenth of a second to
+    measure this machine.
+    """
+    device = Device.from_name(recipe.device)
+    shape = shape_of(recipe, settings, budget.activations)
+    lines = [
+        _vram(device, shape),
+        _host_memory(budget),
+        _page_locked(device),
+        *_ram_disk(settings, budget),
+        _disk_space(budget, store),
+    ]
+    step_seconds = _step_time(recipe, budget, device, seconds, measures=measures)
+    return [*lines, step_seconds, _disk_writes(settings, budget, store, step_seconds.needed)]
+
+
+def binding(lines: Sequence[BudgetLine]) -> BudgetLine:
+    """Give the budget of which most is used."""
+    return max(lines, key=lambda line: line.share)
+
+
+def check_vram(lines: Sequence[BudgetLine]) -> None:
+    """Refuse a step that does not fit into the device; InputError names the flags."""
+    for line in lines:
+        if line.name == "device memory" and line.share > 1:
+            raise InputError(f"the step does not fit into the device: {line.text}; {line.remedy}")
+
+
+def preflight_text(lines: Sequence[BudgetLine]) -> list[str]:
+    """Give the budgets for people, the binding one named last with what would help."""
+    tightest = binding(lines)
+    text = ["budgets"]
+    for line in lines:
+        share = f"{100 * line.share:.3g} %" if line.available else ""
+        text.append(f"  {line.name:<20}  {share:>7}  {line.text}")
+    if tightest.share > 0:
+        helps = f": {tightest.remedy}" if tightest.remedy and tightest.share > 0.5 else ""
+        text.append(f"  {tightest.name} binds, {100 * tightest.share:.3g} % of it is needed{helps}")
+    return text
+
+
+def _vram(device: Device, shape: StepShape) -> BudgetLine:
+    memory = device.memory_bytes()
+    if memory is None:
+        return _line("device memory", 0, None, "not used: the run computes on the CPU", "")
+    phases = predicted_phases(shape)
+    fullest = max(phases, key=lambda phase: phases[phase])
+    needed, free = phases[fullest], memory[0]
+    text = f"{in_bytes(needed)} predicted, fullest in {fullest}; {in_bytes(free)} are free"
+    return _line("device memory", needed, free, text, VRAM_REMEDY)
+
+
+def _host_memory(budget: Budget) -> BudgetLine:
+    total, available = machine_memory()
+    text = (
+        f"about {in_bytes(budget.memory_bytes)} of {in_bytes(total)};"
+        f" {in_bytes(available)} are free"
+    )
+    remedy = "lower --micro-batch-size, --gradient-accumulation-steps or --lm-head-chunk-tokens"
+    return _line("host memory", budget.memory_bytes, total, text, remedy)
+
+
+def _page_locked(device: Device) -> BudgetLine:
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if device.is_host:
+        return _line("page-locked memory", 0, None, "none", "")
+    text = f"{in_bytes(DEVICE_COPY_BYTES)} once, to measure the ceiling; a step takes none"
+    # The driver locks pages outside the limit of a process: it is told, not held against.
+    said = "" if limit == resource.RLIM_INFINITY else f" (this process may lock {in_bytes(limit)})"
+    return _line("page-locked memory", DEVICE_COPY_BYTES, None, text + said, "")
+
+
+def _ram_disk(settings: Settings, budget: Budget) -> list[BudgetLine]:
+    if settings.active is None:
+        return []
+    place = Path(settings.active)
+    name = "RAM disk" if is_ram_disk(place) else "active store's disk"
+    room = room_bytes(place)
+    text = f"{in_bytes(budget.active_bytes)} of {in_bytes(room)} for {place}"
+    return [_line(name, budget.active_bytes, room, text, "lower --active-copies (2 is the least)")]
+
+
+def _disk_space(budget: Budget, store: Path) -> BudgetLine:
+    room = room_bytes(store)
+    text = f"{in_bytes(budget.store_bytes)} of {in_bytes(room)} for {store}"
+    remedy = "raise --snapshot-every, or take another --store"
+    return _line("disk space", budget.store_bytes, room, text, remedy)
+
+
+def _step_time(
+    recipe: Recipe, budget: Budget, device: Device, seconds: float | None, *, measures: bool
+) -> BudgetLine:
+    """Tell the last step's time, or the least that this machine could need."""
+    if seconds is not None:
+        text = f"{seconds:.3g} s, as the last one took"
+        return _line("time a step", seconds, None, text, "")
+    if not measures:
+        return _line("time a step", 0, None, "not measured yet", "")
+    rates = measure(forms_of(recipe).torch_dtype, device)
+    least = max(
+        step_flops(recipe) / rates.matmul_flops_per_second,
+        budget.commit_bytes / rates.copy_bytes_per_second,
+    )
+    text = f"at least {least:.3g} s by this machine's arithmetic and copying; disks not measured"
+    return _line("time a step", least, None, text, "")
+
+
+def _disk_writes(
+    settings: Settings, budget: Budget, store: Path, step_seconds: float
+) -> BudgetLine:
+    """Tell bytes a step and of the run, and what they mean for a drive."""
+    if is_ram_disk(store):
+        return _line("disk writes", 0, None, "none: the store is on a RAM disk", "")
+    stop = settings.max_steps
+    steps = stop if stop is None or settings.active is None else published_steps(settings)
+    a_step = budget.commit_bytes
+    if settings.active is not None:
+        a_step = int(a_step / settings.durable_every) if settings.durable_every else 0
+    run = "" if steps is None else f", {in_bytes(budget.commit_bytes * steps)} in the run"
+    worn = (
+        ""
+        if steps is None
+        else f" ({100 * budget.commit_bytes * steps / DRIVE_BYTES_WRITTEN:.2g} % of"
+        f" a drive of {in_bytes(DRIVE_BYTES_WRITTEN)} written)"
+    )
+    lasts = ""
+    if a_step and step_seconds:
+        years = DRIVE_BYTES_WRITTEN / a_step * step_seconds / YEAR_SECONDS
+        lasts = f"; at that speed without a pause such a drive lasts {years:.2g} years"
+    text = f"{in_bytes(a_step)} a step on average{run}{worn}{lasts}"
+    total = budget.commit_bytes * (steps or 0)
+    remedy = "train with --active on a RAM disk and raise --durable-every"
+    return _line("disk writes", total, DRIVE_BYTES_WRITTEN, text, remedy)
+
+
+def _line(name: str, needed: float, available: float | None, text: str, remedy: str) -> BudgetLine:
+    return BudgetLine(name=name, needed=needed, available=available, text=text, remedy=remedy)
