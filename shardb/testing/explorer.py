@@ -171,7 +171,7 @@ class _Exploration:
                 self._try_state(image, where)
                 if len(self.counts.violations) >= self._limits.violations:
                     return
-            if point % self._limits.kill_every == 0:
+            if (point + 1) % self._limits.kill_every == 0:
                 self._kill(state, files, point, expectation)
             on_point(point, self.counts)
             if point < len(files.operations):
