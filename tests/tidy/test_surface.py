@@ -96,7 +96,9 @@ def test_is_a_poor_help_caught() -> None:
     assert "2 usage or bad input" in missing_from_help("Examples: Exit codes: 0 fine")
 
 
-@pytest.mark.parametrize("command", ["train", "train-data", "train-generate", "train-report", "shardb"])
+@pytest.mark.parametrize(
+    "command", ["train", "train-data", "train-generate", "train-report", "shardb"]
+)
 def test_does_help_come_without_loading_torch(repository: Path, command: str) -> None:
     refuse = "sys.modules['torch'] = None"
     assert command in help_of(repository, [command], preamble=refuse)
