@@ -28,6 +28,7 @@ from shardb.layout import TensorSpec
 from shardb.objects import StagedObject
 from shardb.publishing import publish_commit
 from shardb.records import Commit, ShardEntry, new_id, stored_form
+from shardb.refs import no_such
 from shardb.views import Array, ShardView, StagedShard, TensorImage, specs_of
 
 if TYPE_CHECKING:
@@ -77,7 +78,8 @@ class Transaction:
             image = staged.buffer.array(staged.image.bytes, writable=False)
             return ShardView(name, staged.image.layout, image, digest)
         if self.base is None or name not in self.base.shards:
-            raise NotFoundError(f"branch {self.branch!r} has no shard {name!r}")
+            known = self.base.shards if self.base is not None else ()
+            raise NotFoundError(no_such("shard", name, known))
         return self._store.read_object(name, self.base.shards[name])
 
     def stage(

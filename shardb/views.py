@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from shardb.buffers import Bytes
 from shardb.errors import NotFoundError, UsageError
 from shardb.layout import Layout, TensorSpec
+from shardb.refs import no_such
 
 NUMPY_TYPES: dict[str, str] = {
     "BOOL": "|b1",
@@ -74,10 +75,8 @@ class TensorImage:
         """The bytes of one tensor, uint8 [bytes]; NotFoundError when there is no such tensor."""
         spec = self.layout.specs.get(tensor)
         if spec is None:
-            raise NotFoundError(
-                f"shard {self.name!r} has no tensor {tensor!r}; it has "
-                f"{', '.join(self.layout.specs)}"
-            )
+            named = no_such("tensor", tensor, self.layout.specs)
+            raise NotFoundError(f"shard {self.name!r}: {named}")
         start = self.layout.offsets[tensor]
         return self.image[start : start + spec.bytes]
 

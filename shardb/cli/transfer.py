@@ -16,6 +16,7 @@ from shardb.cli.printing import print_json
 from shardb.cli.transfer_display import TransferDisplay
 from shardb.errors import NotFoundError, UsageError
 from shardb.records import Commit
+from shardb.refs import no_such
 from shardb.remote.pull import pull_commit, pull_snapshot
 from shardb.remote.push import push_commit, push_snapshot
 from shardb.remote.repository import RemoteStore
@@ -158,8 +159,8 @@ def check_names(end: End, ref: str | None, snapshots: Sequence[str] | None) -> N
     if ref is not None or not snapshots:
         end.resolve(ref)
     for name in snapshots or ():
-        if name not in end.snapshots():
-            raise NotFoundError(f"there is no snapshot {name!r} to copy")
+        if name not in (known := end.snapshots()):
+            raise NotFoundError(no_such("snapshot", name, known))
 
 
 def _copy(

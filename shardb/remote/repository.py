@@ -162,7 +162,7 @@ class RemoteStore:
 
     def _commit_of(self, ref: str) -> str:
         branches, snapshots = self.branches(), self.snapshots()
-        found = branches.get(ref) or snapshots.get(ref)
+        found = snapshots.get(ref) or branches.get(ref)
         if found is not None:
             return found.commit
         match = STEP_PATTERN.match(ref)
@@ -176,9 +176,7 @@ class RemoteStore:
         elif len(ref) >= PREFIX_LENGTH_MIN and (ids := self.commit_ids(ref.lower())):
             if len(ids) == 1:
                 return ids[0]
-            raise ConflictError(
-                f"{ref!r} is the beginning of {len(ids)} commit ids; give more of it"
-            )
+            raise UsageError(f"{ref!r} is the beginning of {len(ids)} commit ids; give more of it")
         steps = [f"step-{r.step}" for r in (*snapshots.values(), *branches.values())]
         known = [*branches, *snapshots, *steps]
         raise NotFoundError(
