@@ -17,6 +17,7 @@ from shardb.errors import (
     ConflictError,
     NotFoundError,
     SnapshotExistsError,
+    UsageError,
 )
 from shardb.remote import layout
 from shardb.remote.clone import clone_from, clone_to
@@ -181,7 +182,7 @@ def test_what_do_references_mean(source: shardb.Store, remote: RemoteStore) -> N
     assert remote.resolve("best")["step"] == remote.resolve("step-1")["step"] == 1
     with pytest.raises(NotFoundError, match="did you mean best"):
         remote.resolve("bets")
-    with pytest.raises(ConflictError, match="give more of it"):
+    with pytest.raises(UsageError, match="give more of it"):
         remote.resolve(head.id[:4])
 
 
