@@ -166,7 +166,7 @@ def _read_frames(
             expected, found = "record 1", f"record {frame.lsn}"
             yield _fault(log, sequence, "chain", expected=expected, found=found)
         if frame is None:
-            behind = frames.find_valid(data, offset + 1)
+            behind = next_frame(data, offset + 1)
             yield _hole(log, sequence, data, offset, previous, behind)
             if behind is None:
                 return
@@ -186,6 +186,14 @@ def _read_frames(
                 expected=f"record {frame.lsn}",
                 found=error.message,
             )
+
+
+def next_frame(data: memoryview, start: int) -> Frame | None:
+    """The next whole frame; None too where there is too much that looks like one to go on."""
+    try:
+        return frames.find_valid(data, start)
+    except LogDamagedError:
+        return None
 
 
 def _hole(

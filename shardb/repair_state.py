@@ -18,6 +18,7 @@ from shardb.errors import LogDamagedError
 from shardb.frames import Frame
 from shardb.fsck_impact import needed_objects
 from shardb.fsck_log import first_kind
+from shardb.history import next_frame
 from shardb.index_state import IndexState, count_references
 from shardb.log import START, Position
 from shardb.repair_salvage import has_file, salvaged
@@ -138,7 +139,7 @@ def all_frames(data: bytes | None) -> list[Frame]:
     view, offset = memoryview(data or b""), 0
     found: list[Frame] = []
     while offset < len(view):
-        frame = frames.decode(view, offset) or frames.find_valid(view, offset + 1)
+        frame = frames.decode(view, offset) or next_frame(view, offset + 1)
         if frame is None:
             break
         found.append(frame)

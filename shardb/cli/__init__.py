@@ -74,11 +74,13 @@ Examples:
   shardb log run                  every step that was committed
   shardb show run step-3000       one commit: metrics, shards, digests
   shardb snapshot run step-3000   keep the commit of step 3000 for good
+  shardb rewind run main --to step-3000   go back; says how to undo it
   shardb fsck run                 read every byte and check it
+  shardb repair run               say how damage would be mended, and what is lost by it
   shardb push run s3://bucket/a   copy the newest step to object storage, or to another path
 
 STORE may be left out: then $SHARDB_STORE is meant, else the current directory if it is a store.
-All verbs but `init` may run beside a live `train`.
+All verbs may run beside a live `train`, but `init`, and `repair` of a damaged log.
 """
 INTERRUPTED = 130
 _OS_EXIT_CODES = {errno.ENOSPC: 6, errno.EDQUOT: 6, errno.EIO: 7, errno.ENOENT: 4}

@@ -24,6 +24,7 @@ from shardb.pack import pack_snapshots
 from shardb.pack_report import Packed, PackProgress
 from shardb.pack_undo import unpack_snapshots
 from shardb.pack_usage import StoreUsage, Usage, usage
+from shardb.read_only import open_to_look
 
 SHOW_EVERY_SECONDS = 0.2
 
@@ -129,7 +130,7 @@ def du(
 
     It reads no object, and changes nothing; an interrupt leaves nothing behind.
     """
-    with shardb.open(store_path(store), allow_network=allow_network) as opened:
+    with open_to_look(store_path(store), allow_network=allow_network) as opened:
         found = opened.index.read(usage)
     if json:
         print_json(found.to_json())

@@ -25,6 +25,7 @@ LOOKING = (
     ["policy", "--keep-last", "1", "--dry-run"],
     ["cat", "params/a"],
     ["diff", "step-2"],
+    ["du"],
     ["fsck"],
 )
 
