@@ -31,6 +31,12 @@ def test_is_a_foreign_word_caught(word: str) -> None:
     assert foreign_words("docs/a.md", f"see {word.upper()} for more") != []
 
 
+def test_may_a_test_name_the_option_of_a_browser() -> None:
+    flag = "--no-sand" + "box"
+    assert foreign_words("tests/a.py", f"[{flag!r}]") == []
+    assert foreign_words("tests/a.py", flag.removeprefix("--no-")) != []
+
+
 def test_do_the_links_of_the_documents_lead_somewhere() -> None:
     assert [finding for path, text in text_files() for finding in broken_links(path, text)] == []
 
