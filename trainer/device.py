@@ -166,6 +166,7 @@ class Device:
     def forget_peak(self) -> None:
         """Begin to measure `peak_bytes` anew, from what tensors hold now."""
         if not self.is_host:
+            torch.cuda.init()  # there are no statistics before the device is first used
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.torch_device)
 

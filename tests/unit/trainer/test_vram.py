@@ -13,7 +13,7 @@ import torch
 
 from tests.support.tiny_model import TINY, TINY_QWEN, TINY_TIED
 from trainer.engine import EngineOptions
-from trainer.vram import MARGIN, StepShape, predicted_bytes, predicted_phases
+from trainer.vram import StepShape, predicted_bytes, predicted_phases
 from trainer.vram_trace import META, FusedAttention, MemoryTrace, block_bytes
 
 SHAPE = StepShape(
@@ -85,7 +85,7 @@ def test_more_blocks_and_micro_batches_are_carried_on_as_if_they_were_walked(
 def test_a_boundary_is_held_for_each_block_and_micro_batch() -> None:
     deeper = replace(SHAPE, model=replace(SHAPE.model, num_layers=TINY.num_layers + 2))
     more = predicted_bytes(deeper) - predicted_bytes(SHAPE)
-    assert more == pytest.approx(2 * 2 * BOUNDARY * MARGIN, rel=0.01)
+    assert more == pytest.approx(2 * 2 * BOUNDARY, rel=0.01)
 
 
 @pytest.mark.parametrize(
