@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 INPUTS := pyproject.toml constraints.txt Makefile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-clean test lint format clean python-check
+.PHONY: help demo demo-clean test lint format crash bench clean python-check
 .DELETE_ON_ERROR:
 
 help: ## This list
@@ -32,6 +32,17 @@ lint: $(VENV)/.installed-test ## Lint, format and strict types, without changing
 format: $(VENV)/.installed-test ## Format the sources and mend what can be mended by itself
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+crash: $(VENV)/.installed-test ## Explore crashes at length (CRASH_ARGS for the command's own flags)
+	@$(BIN)/python -m tools.crash $(CRASH_ARGS)
+
+BENCH_DIR ?= /tmp
+bench: $(VENV)/.installed-test ## Measure the store beside its peers (BENCH_DIR: the disk to measure)
+	@$(BIN)/python -m tools.bench.store_commit --dir $(BENCH_DIR)
+	@$(BIN)/python -m tools.bench.store_read --dir $(BENCH_DIR)
+	@$(BIN)/python -m tools.bench.store_copy --dir $(BENCH_DIR)
+	@$(BIN)/python -m tools.bench.long_history --dir $(BENCH_DIR)
+	@$(BIN)/python -m tools.bench.engine_overhead
 
 clean: ## Delete .venv and every cache; runs and stores are not touched
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

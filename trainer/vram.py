@@ -37,8 +37,8 @@ TILES = {"adamw": 4, "lion": 5}
 ADAFACTOR_TENSORS = 5
 # Decoding to fp32 and roots in float64 of encoded state; hashes of stochastic rounding.
 ENCODED_TILES = 12
-# What small products take beside their workspace: at most 4.1 MB more than the walk said, on an H200
-# over the grid of `tools/bench/vram_grid.py`.
+# What small products take beside their workspace: at most 4.1 MB more than the walk said, on an
+# H200 over the grid of `tools/bench/vram_grid.py`.
 LEFT_OUT_BYTES = 5 << 20
 WALKED = 3
 
