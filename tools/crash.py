@@ -31,7 +31,7 @@ EFFORTS: Mapping[str, ExploreLimits] = {
             exhaustive_operations=3, random_subsets=3, single_operations=4, torn_writes=4
         ),
         recovery_every=1_000,
-        kill_every=40,
+        kill_every=8,
         go_on_every=16,
         audit_every=4,
     ),
@@ -40,7 +40,7 @@ EFFORTS: Mapping[str, ExploreLimits] = {
         images=ImageLimits(exhaustive_operations=10, random_subsets=64, torn_writes=96),
         earlier_indexes=4,
         recovery_every=60,
-        kill_every=2,
+        kill_every=1,
     ),
 }
 

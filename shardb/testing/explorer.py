@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import shardb
@@ -20,7 +20,7 @@ from shardb.errors import FormatError, NotFoundError
 from shardb.testing.disk import DiskState, Image
 from shardb.testing.images import ImageLimits, choices
 from shardb.testing.model import Expectation, Journal
-from shardb.testing.operations import Operation
+from shardb.testing.operations import Kind, Operation
 from shardb.testing.oracle import Audit, check, commit_version, fsck_audit, no_audit, observe
 from shardb.testing.recording import (
     Ignore,
@@ -41,15 +41,15 @@ class ExploreLimits:
     """How far to go: images of a point, indexes of an image, and recoveries crashed in turn.
 
     One state of `audit_every` is audited, one of `go_on_every` gets a further commit. One of
-    `recovery_every` has its recovery crashed at all operations, with `recovery_images`. At one
-    point of `kill_every` the process alone is killed, and the recovery and the next commit are
+    `recovery_every` has its recovery crashed at all operations, with `recovery_images`. Before one
+    sync of `kill_every` the process alone is killed, and the recovery and the next commit are
     crashed at all operations.
     """
 
     images: ImageLimits = field(default_factory=ImageLimits)
     earlier_indexes: int = 2
     recovery_every: int = 500
-    kill_every: int = 10
+    kill_every: int = 3
     recovery_images: ImageLimits = field(
         default_factory=lambda: ImageLimits(
             exhaustive_operations=2,
@@ -144,6 +144,7 @@ class _Exploration:
         self._seen: set[tuple[bytes, bytes, tuple[int, int]]] = set()
         self._expectations: list[Expectation] = []
         self._directories = 0
+        self._syncs = 0
 
     def fresh_directory(self) -> str:
         self._directories += 1
@@ -171,11 +172,18 @@ class _Exploration:
                 self._try_state(image, where)
                 if len(self.counts.violations) >= self._limits.violations:
                     return
-            if (point + 1) % self._limits.kill_every == 0:
+            if self._is_turn_to_kill(files.operations[point : point + 1]):
                 self._kill(state, files, point, expectation)
             on_point(point, self.counts)
             if point < len(files.operations):
                 state.advance(files.operations[point])
+
+    def _is_turn_to_kill(self, following: Sequence[Operation]) -> bool:
+        """Syncs count: before one of them there is something that can be read and still be lost."""
+        if not following or following[0].kind not in (Kind.SYNC, Kind.SYNC_DIRECTORY):
+            return False
+        self._syncs += 1
+        return self._syncs % self._limits.kill_every == 0
 
     def _kill(
         self, state: DiskState, files: RecordingFileSystem, point: int, expectation: Expectation

@@ -26,7 +26,7 @@ def suite_limits() -> ExploreLimits:
             exhaustive_operations=3, random_subsets=3, single_operations=3, torn_writes=4
         ),
         recovery_every=1500,
-        kill_every=50,
+        kill_every=9,
         go_on_every=16,
         audit_every=4,
         violations=5,

@@ -46,6 +46,6 @@ def test_a_slice_of_every_other_workload(
         random_subsets=1,
         every_index=False,
     )
-    sparse = replace(suite_limits, images=images, kill_every=80, recovery_every=10_000)
+    sparse = replace(suite_limits, images=images, kill_every=19, recovery_every=10_000)
     counts = _explored(name, scratch, sparse, capsys)
     assert counts.states > 300

@@ -34,7 +34,7 @@ FIRST_VIOLATION = ExploreLimits(
     violations=1,
 )
 AUDITED = replace(FIRST_VIOLATION, audit_every=1)
-KILLED = replace(FIRST_VIOLATION, kill_every=12)
+KILLED = replace(FIRST_VIOLATION, kill_every=1, recovery_images=FIRST_VIOLATION.images)
 GOING_ON = replace(FIRST_VIOLATION, go_on_every=1)
 
 
