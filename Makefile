@@ -40,7 +40,7 @@ BENCH_DIR ?= /tmp
 bench: $(VENV)/.installed-test ## Measure the store beside its peers (BENCH_DIR: the disk to measure)
 	@$(BIN)/python -m tools.bench.store_commit --dir $(BENCH_DIR)
 	@$(BIN)/python -m tools.bench.store_read --dir $(BENCH_DIR)
-	@$(BIN)/python -m tools.bench.store_copy --dir $(BENCH_DIR)
+	@$(BIN)/python -m tools.bench.store_copy --source $(BENCH_DIR) --target $(BENCH_DIR)
 	@$(BIN)/python -m tools.bench.long_history --dir $(BENCH_DIR)
 	@$(BIN)/python -m tools.bench.engine_overhead
 
