@@ -208,7 +208,8 @@ def _disk_writes(
     lasts = ""
     if a_step and step_seconds:
         years = DRIVE_BYTES_WRITTEN / a_step * step_seconds / YEAR_SECONDS
-        lasts = f"; at that speed without a pause such a drive lasts {years:.2g} years"
+        span = f"{years:.2g} years" if years >= 1 else f"{365.25 * years:.2g} days"
+        lasts = f"; at that speed without a pause such a drive lasts {span}"
     text = f"{in_bytes(a_step)} a step on average{run}{worn}{lasts}"
     total = budget.commit_bytes * (steps or 0)
     remedy = "train with --active on a RAM disk and raise --durable-every"

