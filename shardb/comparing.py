@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from shardb.views import TensorImage
 
-BLOCK_ITEMS = 1 << 18
+# In float64 it stays in the second cache of a core.
+BLOCK_ITEMS = 1 << 16
 FLOATS = frozenset(("F8_E4M3", "F8_E5M2", "F16", "BF16", "F32", "F64", "C64"))
 Numbers = NDArray[Any]
 
@@ -171,9 +172,14 @@ def _differing(before: TensorImage, after: TensorImage, tensor: str) -> int:
 
 
 def _square(block: Numbers) -> float:
-    """The sum of squares; not finite when an item is not, or when float64 cannot hold it."""
+    """The sum of squares; not finite when an item is not, or when float64 cannot hold it.
+
+    Not a dot product: the library behind those starts threads that wait for each other by spinning,
+    which beside a training run takes a hundred times as long.
+    """
+    other = block.conj() if np.iscomplexobj(block) else block
     with np.errstate(over="ignore", invalid="ignore"):
-        return float(np.vdot(block, block).real)
+        return float(np.einsum("i,i->", other, block).real)
 
 
 def _blocks(image: TensorImage, tensor: str) -> Iterator[Numbers]:

@@ -86,8 +86,8 @@ def test_are_short_floats_the_values_that_torch_sees(values: np.ndarray) -> None
 
 
 def test_does_memory_not_grow_with_the_tensor(tmp_path: Path) -> None:
-    big = image(w=np.ones(24 * comparing.BLOCK_ITEMS, dtype=np.float32))
-    other = image(w=np.full(24 * comparing.BLOCK_ITEMS, 2, dtype=np.float32))
+    big = image(w=np.ones(60 * comparing.BLOCK_ITEMS, dtype=np.float32))
+    other = image(w=np.full(60 * comparing.BLOCK_ITEMS, 2, dtype=np.float32))
     tracemalloc.start()
     tensor_numbers(big, "w")
     assert compare(big, other).total.relative == 1.0
