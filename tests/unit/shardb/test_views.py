@@ -56,7 +56,8 @@ def test_have_scalars_and_empty_tensors_arrays() -> None:
 
 def test_is_a_tensor_that_is_not_there_named() -> None:
     built, image = image_of({"weight": TensorSpec(dtype="F32", shape=(1,))})
-    with pytest.raises(NotFoundError, match="shard 'a': there is no tensor 'wieght'; did you mean weight"):
+    expected = "shard 'a': there is no tensor 'wieght'; did you mean weight"
+    with pytest.raises(NotFoundError, match=expected):
         ShardView("a", built, image, None).array("wieght")
 
 
