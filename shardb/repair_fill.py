@@ -12,6 +12,7 @@ from shardb import records
 from shardb.errors import LogDamagedError
 from shardb.filesystem import FileSystem
 from shardb.fsck_log import Replay
+from shardb.fsck_view import View
 from shardb.index_state import IndexState
 from shardb.log import Log
 from shardb.repair_sources import StoreFiles
@@ -19,28 +20,42 @@ from shardb.repair_state import START_OF_LOG, Chain, all_frames, last_chain, mer
 
 
 class FilledLog(Log):
-    """A log as it will be when some of its segments are put back."""
+    """The log of a view, as it will be when some of its segments are put back.
 
-    def __init__(self, files: FileSystem, directory: str) -> None:
-        super().__init__(files, directory)
+    A writer may go on meanwhile: what comes behind the view is not seen.
+    """
+
+    def __init__(self, files: FileSystem, view: View) -> None:
+        super().__init__(files, f"{view.root}/wal")
+        self._seen = list(view.sequences)
+        self._last = view.last
         self.fills: dict[int, bytes] = {}
 
     def sequences(self) -> list[int]:
-        return sorted({*super().sequences(), *self.fills})
+        return sorted({*self._seen, *self.fills})
 
     def stored_path(self, sequence: int) -> str:
         return self.path(sequence) if sequence in self.fills else super().stored_path(sequence)
 
     def is_closed(self, sequence: int) -> bool:
-        return sequence not in self.fills and super().is_closed(sequence)
+        if sequence in self.fills or not super().is_closed(sequence):
+            return False
+        was_last = self._seen[-1:] == [sequence]
+        return not (was_last and super().sequences()[-1] > sequence)  # closed since
 
     def size_bytes(self, sequence: int) -> int:
-        filled = self.fills.get(sequence)
-        return super().size_bytes(sequence) if filled is None else len(filled)
+        return len(self.read(sequence))
 
     def read(self, sequence: int, start: int = 0) -> bytes:
         filled = self.fills.get(sequence)
-        return super().read(sequence, start) if filled is None else filled[start:]
+        if filled is None and self._seen[-1:] == [sequence] and self._last is not None:
+            filled = self._last
+        if filled is not None:
+            return filled[start:]
+        try:
+            return super().read(sequence, start)
+        except FileNotFoundError:
+            return super().read(sequence, start)  # closed and compressed at this moment
 
     def content(self, sequence: int) -> bytes | None:
         """The frames of a segment; None where it cannot be read."""

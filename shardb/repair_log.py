@@ -77,7 +77,7 @@ def plan_log(
     `store_id` is that of FORMAT, if FORMAT is whole; `copy` a store that may have the log too. With
     `cut` a damaged log ends at its first damaged record, whatever is known behind it.
     """
-    log = FilledLog(files, f"{view.root}/wal")
+    log = FilledLog(files, view)
     checked = check_log(files, view, index, log=log)
     doubtful = index is None or any(finding.severity != "info" for finding in checked.findings)
     if copy is not None and doubtful:
