@@ -118,7 +118,9 @@ def run(arguments: list[str]) -> int:
         # recognised by this method because not every version of the library exports their class.
         if not hasattr(error, "format_message"):
             raise
-        return _fail(f"{error.format_message()} (see `shardb --help`)", 2)
+        context = getattr(error, "ctx", None)
+        called = context.command_path if context is not None else "shardb"
+        return _fail(f"{error.format_message()} (see `{called} --help`)", 2)
     if code == INTERRUPTED:
         return _fail("interrupted", INTERRUPTED)  # the command line library turns SIGINT into this
     return int(code or 0)
