@@ -108,6 +108,11 @@ def test_is_a_mistyped_command_refused_in_one_line(
     check_refused(ask(*arguments), 2)
 
 
+def test_does_a_mistyped_flag_point_to_the_help_of_its_verb(ask: Ask, store: Path) -> None:
+    check_refused(ask("log", store, "--branch", "main"), 2, "(see `shardb log --help`)")
+    check_refused(ask("--bogus"), 2, "(see `shardb --help`)")
+
+
 def test_does_the_version_print(ask: Ask) -> None:
     assert ask("--version").out == f"shardb {shardb.__version__}\n"
 
