@@ -42,7 +42,9 @@ def answer(app: typer.Typer, arguments: list[str], name: str) -> int:
         # recognised by their method, because their class lives elsewhere from version to version.
         if not hasattr(error, "format_message"):
             raise
-        return fail(f"{error.format_message()} (see `{name} --help`)", 2)
+        context = getattr(error, "ctx", None)
+        called = context.command_path if context is not None else name
+        return fail(f"{error.format_message()} (see `{called} --help`)", 2)
     return int(code or 0)
 
 
