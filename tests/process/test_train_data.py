@@ -158,6 +158,7 @@ def wrong_calls(text: Path, data: Path, tmp: Path) -> Iterator[tuple[int, str, t
     yield 2, "--text", ("prepare", *out, *most)
     yield 2, "--seq-len", ("prepare", "--text", text, *out, *most, "--seq-len", "many")
     yield 2, "--no-such-flag", ("prepare", "--text", text, *out, *most, "--no-such-flag")
+    yield 2, "(see `train-data prepare --help`)", ("prepare", "--no-such-flag")
     yield 2, "no-such-verb", ("no-such-verb",)
     yield 5, "--overwrite", ("prepare", "--text", text, "--out", data, *most)
     yield 2, "no prepared data set", ("prepare", "--text", text, "--out", tmp, *most, "--overwrite")
