@@ -51,10 +51,18 @@ Examples:
 
 {_EXIT_CODES}"""
 
+_EPILOG = f"""\b
+Examples:
+  train-data prepare --text stories.txt --out data --vocab-size 2000 --seq-len 128
+  train-data inspect data
+  train-data prepare --help       every flag
+
+{_EXIT_CODES}"""
+
 app = typer.Typer(
     name="train-data",
     help="Make token rows for training out of text, and look into them.",
-    epilog=_EXIT_CODES,
+    epilog=_EPILOG,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
