@@ -36,6 +36,7 @@ VERBS = [
 ]
 CALLS = [
     ["train"],
+    ["train-data"],
     ["train-data", "prepare"],
     ["train-data", "inspect"],
     ["train-generate"],
