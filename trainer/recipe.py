@@ -257,8 +257,13 @@ def _check_limits(name: str, value: float) -> None:
     below = value <= lowest if lowest_excluded else value < lowest
     if below or value > highest or math.isnan(value):
         least = f"above {lowest:g}" if lowest_excluded else f"at least {lowest:g}"
-        most = "" if math.isinf(highest) else f" and at most {highest:g}"
+        most = "" if math.isinf(highest) else f" and at most {_limit_text(highest)}"
         raise InputError(f"{flag_of(name)} is {value}: it must be {least}{most}")
+
+
+def _limit_text(limit: float) -> str:
+    """A limit as one would type it: whole numbers with every digit."""
+    return str(limit) if isinstance(limit, int) else f"{limit:g}"
 
 
 def _check_scales(recipe: Recipe) -> None:
