@@ -91,7 +91,7 @@ def test_a_recipe_of_a_newer_version_is_refused() -> None:
         ("beta2", -0.1, "below 1"),
         ("adam_eps", 0.0, "above 0"),
         ("max_grad_norm", 0.0, "above 0"),
-        ("micro_batch_size", 0, "at least 1"),
+        ("micro_batch_size", 0, "at least 1 and at most 1048576"),
         ("gradient_accumulation_steps", 0, "at least 1"),
         ("lm_head_chunk_tokens", 0, "at least 1"),
         ("warmup_tokens", -1, "at least 0"),
