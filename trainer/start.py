@@ -157,7 +157,7 @@ def _say_start(plan: Plan, tiers: Tiers, head: Commit, progress: Progress) -> No
     stop = plan.settings.max_steps
     until = "until interrupted (each step is kept)" if stop is None else f"to step {stop:,}"
     where = "" if tiers.training is tiers.durable else f", trained in {tiers.training.root}"
-    branch = "" if not plan.found.begins_branch else f" branch {tiers.branch},"
+    branch = "" if tiers.branch == DEFAULT_BRANCH else f" branch {tiers.branch},"
     progress.note(
         f"{plan.store}:{branch} {plan.budget.parameter_count:,} parameters in"
         f" {len(plan.budget.shards)} shards on {plan.recipe.device}{where}; {how}, {until}"
