@@ -69,7 +69,9 @@ def test_a_changed_recipe_trains_otherwise_and_is_in_the_log(
     assert began == [3]
     # Each branch goes on by its own recipe, and main's step log was not touched.
     assert train_here(arguments(store, None, "--max-steps", "7")) == 0
+    assert "branch" not in capsys.readouterr().err
     assert train_here(arguments(store, None, "--branch", "retry", "--max-steps", "7")) == 0
+    assert f"{store}: branch retry, " in capsys.readouterr().err
     with shardb.open(store) as opened:
         rates = {
             branch: stored.recipe.learning_rate
