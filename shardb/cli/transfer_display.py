@@ -81,7 +81,7 @@ class TransferDisplay:
         if counts.objects_present:
             parts.append(f"{counts.objects_present} were there")
         if counts.objects_resumed:
-            parts.append(f"{counts.objects_resumed} were left by an interrupted copy")
+            parts.append(f"{counts.objects_resumed} were there from an earlier copy")
         return (
             f"{', '.join(parts)}, in {seconds:.1f} s ({in_bytes(counts.bytes_moved / seconds)}/s)"
         )
