@@ -121,6 +121,16 @@ def test_what_does_clone_say(ask: Ask, run: Path, quick_path: Path) -> None:
     assert told["snapshots"]["best"]["step"] == 1
 
 
+def test_does_clone_to_a_url_call_nothing_interrupted(
+    ask: Ask, run: Path, quick_path: Path
+) -> None:
+    """The branch's commit finds what its snapshot has just brought; nothing was interrupted."""
+    done = ask("clone", run, f"file://{quick_path}/far")
+    assert done.code == 0
+    assert "were there from an earlier copy" in done.out
+    assert "interrupted" not in done.out
+
+
 def test_does_publish_copy_the_newest_commit(ask: Ask, run: Path, quick_path: Path) -> None:
     told = ask("publish", run, quick_path / "durable", "--json").json
     assert (told["step"], told["branch"]) == (2, "main")
