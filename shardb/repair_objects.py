@@ -185,11 +185,14 @@ class _Giving:
             return
         target = self._target(name, head)
         self.told.rewinds[name] = target
-        does = f"branch {name} goes back to step {target.step} (commit {target.id})"
+        does = f"branch {name} moves to step {target.step} (commit {target.id})"
         self.plan.add("branch_rewind", self._path(head), does, lost)
 
     def _target(self, name: str, head: Commit) -> Commit:
-        """Where a branch goes back to: the newest whole commit that it kept, else the nearest."""
+        """Where a branch goes back to: the newest whole commit that it kept, else the nearest.
+
+        Of the others earlier ones come first: a later one is of another line.
+        """
         wish = self.wishes.rewinds.get(name)
         if wish is not None:
             target = refs.resolve(self.tables, wish, branch=name)
@@ -203,9 +206,10 @@ class _Giving:
         own = [commit for commit in self.intact if commit.id in row["retained"]]
         if own:
             return max(own, key=lambda commit: commit.step)
+        lines = {name, head.branch}
         return min(
             self.intact,
-            key=lambda c: (c.branch != name, abs(c.step - head.step), -c.step),
+            key=lambda c: (c.step > head.step, c.branch not in lines, abs(c.step - head.step)),
         )
 
     def _give_up_rest(self) -> None:

@@ -10,7 +10,7 @@ import shardb
 from shardb.branching import create_branch
 from shardb.cli.info import owner_text
 from shardb.cli.places import JsonOption, NetworkOption, StoreArgument, split_store, store_path
-from shardb.cli.printing import in_local_time, print_json, print_table
+from shardb.cli.printing import in_local_time, print_json, print_table, steps_text
 from shardb.errors import UsageError
 from shardb.read_only import open_to_look
 
@@ -104,7 +104,5 @@ def branches(
 
 
 def _kept_text(row: dict[str, Any]) -> str:
-    steps = row["retained_steps"]
-    shown = [str(step) for step in steps] if len(steps) < 6 else [f"{len(steps)} from {steps[0]}"]
     written_by = f"; written by {owner_text(row['writer'])}" if row["writer"] else ""
-    return f"steps {', '.join(shown)}{written_by}"
+    return f"{steps_text(row['retained_steps'])}{written_by}"

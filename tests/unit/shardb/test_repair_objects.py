@@ -231,6 +231,18 @@ def test_is_a_snapshot_gone_back_to_when_nothing_else_is_whole(run: Path, known:
     check_repaired(run, known)
 
 
+def test_does_a_branch_rather_go_back_than_onto_another_line(run: Path) -> None:
+    with shardb.open(run) as store:
+        create_branch(store, "side", "step-5")
+        commit_step(store, 7)
+        commit_step(store, 8)
+    d.remove_object(5, "params/a")(run)
+    mend(run)
+    with shardb.open(run) as store:
+        assert {n: c.step for n, c in store.branches().items()} == {"main": 8, "side": 2}
+    assert not fsck(run).has_errors
+
+
 def test_is_only_what_is_damaged_of_several_branches_given_up(run: Path) -> None:
     with shardb.open(run) as store:
         create_branch(store, "side", "step-5")
