@@ -67,7 +67,7 @@ _ACTIVATIONS = {
 def _active_lines(settings: Settings, budget: Budget) -> list[str]:
     if settings.active is None:
         return []
-    published = f"each {settings.durable_every:,}th step, " if settings.durable_every else ""
+    published = f"one step in {settings.durable_every:,}, " if settings.durable_every else ""
     copies = f"{budget.active_copies} copies in {settings.active}"
     kinds = f"{published}snapshots, bests and the last step are published"
     return [f"active      {in_bytes(budget.active_bytes)} at most: {copies}; {kinds}"]
