@@ -52,6 +52,7 @@ def test_an_active_run_writes_less_and_says_where_it_keeps_copies(tmp_path: Path
         text = report_text(RECIPE, settings, budget)
         assert ("3 copies in" in text) == (settings is active)
         assert ("a published step" in text) == (settings is active)
+        assert ("; one step in 10, snapshots, bests and" in text) == (settings is active)
     assert told[plain]["bytes_written"] == 10 * told[active]["bytes_written"]
     assert told[plain]["active_bytes"] == 0
     assert told[active]["active_bytes"] > 3 * told[active]["bytes_written_per_step"]
