@@ -191,8 +191,14 @@ class ObjectIntake:
 
     def _corrupt(self, entry: ShardEntry, digest: str) -> ObjectCorruptError:
         name = self._source.object_name(entry)
+        remedy = f"Run `shardb fsck` on {self._source.name}"
+        if "://" in name:  # `fsck` reads no URL, and a branch that is there is not pushed again
+            remedy = (
+                "Delete it, and push the commit again from a store where it is whole, to a new "
+                "branch: `--branch NAME`"
+            )
         return ObjectCorruptError(
             f"{name}: the bytes have digest {digest}, not the one that names the object; nothing "
-            f"of the commit was changed. Run `shardb fsck` on {self._source.name}",
+            f"of the commit was changed. {remedy}",
             path=name,
         )
