@@ -131,6 +131,19 @@ def test_does_clone_to_a_url_call_nothing_interrupted(
     assert "interrupted" not in done.out
 
 
+def test_does_the_remedy_for_damage_behind_a_url_work(
+    ask: Ask, run: Path, quick_path: Path
+) -> None:
+    url, copy = f"file://{quick_path}/far", quick_path / "copy"
+    assert ask("push", run, url).code == 0
+    damaged = max((quick_path / "far" / "objects").iterdir(), key=lambda p: p.stat().st_size)
+    damaged.write_bytes(bytes(damaged.stat().st_size))
+    check_refused(ask("pull", copy, url), 3, "Delete it, and push the commit again")
+    damaged.unlink()
+    assert ask("push", run, url, "--branch", "again").code == 0
+    assert ask("pull", copy, url).code == 0
+
+
 def test_does_publish_copy_the_newest_commit(ask: Ask, run: Path, quick_path: Path) -> None:
     told = ask("publish", run, quick_path / "durable", "--json").json
     assert (told["step"], told["branch"]) == (2, "main")
