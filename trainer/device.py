@@ -166,7 +166,8 @@ class Device:
     def forget_peak(self) -> None:
         """Begin to measure `peak_bytes` anew, from what tensors hold now."""
         if not self.is_host:
-            torch.cuda.init()  # there are no statistics before the device is first used
+            # There are no statistics before the device is first used.
+            torch.cuda.init()  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.torch_device)
 
