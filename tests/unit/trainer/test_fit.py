@@ -13,7 +13,7 @@ from tests.support.training import arguments, make_data, train_here
 from trainer import fit as fitting
 from trainer.engine import EngineOptions
 from trainer.errors import InputError
-from trainer.fit import fit, size_of
+from trainer.fit import Fitted, fit, size_of
 from trainer.preflight import BudgetLine, binding, check_vram, preflight_text
 from trainer.vram import StepShape, predicted_bytes
 
@@ -24,6 +24,13 @@ SHAPE = StepShape(
     accumulation=2,
     seq_len=64,
 )
+
+
+def fitted(budget: int) -> Fitted | None:
+    try:
+        return fit(SHAPE, budget)
+    except InputError:
+        return None
 
 
 def test_a_step_that_fits_whole_is_kept_whole() -> None:
@@ -37,12 +44,7 @@ def test_less_room_gives_smaller_steps_of_the_same_rows(monkeypatch: pytest.Monk
     most, least = fit(SHAPE, 1 << 40).bytes, fit(SHAPE, 1 << 40).bytes
     budget = most
     seen = set()
-    while True:
-        try:
-            found = fit(SHAPE, budget)
-        except InputError as error:
-            assert "--vram-budget" in str(error)
-            break
+    while (found := fitted(budget)) is not None:
         shape = found.shape
         assert found.bytes == predicted_bytes(shape) <= budget
         assert shape.micro_batch_size * shape.accumulation == 48
@@ -50,6 +52,8 @@ def test_less_room_gives_smaller_steps_of_the_same_rows(monkeypatch: pytest.Monk
         least, budget = found.bytes, found.bytes - (1 << 20)
     assert least < most
     assert len(seen) > 2
+    with pytest.raises(InputError, match="--vram-budget"):
+        fit(SHAPE, budget)
 
 
 @pytest.mark.parametrize(
