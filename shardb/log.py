@@ -81,6 +81,8 @@ class Log:
     def __init__(self, files: FileSystem, directory: str) -> None:
         self._files = files
         self.directory = directory
+        # Up to here this process has synced the log itself; None before it has.
+        self._synced: Position | None = None
 
     def path(self, sequence: int) -> str:
         return f"{self.directory}/{sequence:010d}.wal"
@@ -229,7 +231,8 @@ class Log:
             self._write_or_cut(file, frame, position.offset)
             self._files.fdatasync(file)
         end = position.offset + len(frame)
-        return Position(sequence=position.sequence, offset=end, lsn=lsn, digest=digest)
+        self._synced = Position(sequence=position.sequence, offset=end, lsn=lsn, digest=digest)
+        return self._synced
 
     def _write_or_cut(self, file: int, data: bytes, offset: int) -> None:
         try:
@@ -250,12 +253,16 @@ class Log:
         failed once reads back from memory as if it were safe. Writing the same bytes again makes
         the page dirty, and this sync is the one that counts.
         """
-        if start.offset >= end.offset:
+        offset = start.offset
+        if self._synced is not None and self._synced.sequence == end.sequence:
+            offset = max(offset, self._synced.offset)
+        if offset >= end.offset:
             return
         with opened(self._files, self.path(end.sequence), WRITE) as file:
-            data = read_exactly(self._files, file, end.offset - start.offset, start.offset)
-            write_all(self._files, file, data, start.offset)
+            data = read_exactly(self._files, file, end.offset - offset, offset)
+            write_all(self._files, file, data, offset)
             self._files.fdatasync(file)
+        self._synced = end
 
     def cut(self, torn: TornTail) -> None:
         """Remove a torn tail."""

@@ -65,9 +65,11 @@ def catch_up(log: Log, index: Index, report: RecoveryReport, *, whole: bool) -> 
     new = [frame for frame in scan.frames if frame.lsn > applied.lsn]
     if sequence > applied.sequence:
         log.sync_directory()  # whoever began this segment may have died before that
-    if any(_has_effect(frame) for frame in new):
+    if new:
+        # Records without effect too: the next one must not be durable behind one that is not.
         behind = start if whole else applied
         log.harden(_before(new[0], behind, sequence), end)
+    if any(_has_effect(frame) for frame in new):
         _apply(index, new, end)
     return end
 
