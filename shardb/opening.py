@@ -69,6 +69,8 @@ def _create_alone(files: FileSystem, root: str, log: Log) -> bool:
         store_id = new_id()
         record = new_record("init", store_id=store_id, version=store_format.FORMAT_VERSION)
         log.create_segment(START, records.pack(record))
+    else:
+        log.sync_directory()  # whoever began the segment may have died before that
     reserve.ensure(files, root)
     store_format.write_format(files, root, store_id)
     return True
@@ -109,6 +111,9 @@ def open_index(store: Store, report: RecoveryReport) -> Index:
     files, locks = store.files, store.locks
     directory = f"{store.root}/index"
     _make_missing_directories(files, store.root, report)
+    # FORMAT and the directories are there, but whoever made them may have died before this sync:
+    # what is committed from here on must not hang on an entry that power loss takes away.
+    files.sync_directory(store.root)
     with locks.wal():
         alone = locks.share_index()
         if not alone:
@@ -157,8 +162,6 @@ def _make_missing_directories(files: FileSystem, root: str, report: RecoveryRepo
         files.make_directory(f"{root}/{name}")
         if name != "index":  # said in better words when it is filled
             report.rebuilt.append({"what": "directory", "path": f"{root}/{name}", "why": "missing"})
-    if missing:
-        files.sync_directory(root)
 
 
 def _why_unusable(files: FileSystem, directory: str, log: Log) -> str | None:
