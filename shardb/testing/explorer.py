@@ -264,13 +264,11 @@ class _Exploration:
             files.index_images.append(IndexImage(number=-1, path=path, data=where.index.data))
         journal = Journal(lambda: len(files.operations), start=where.expectation)
         try:
-            with shardb.open(os.path.join(files.root, STORE), files=files) as store:
+            with _opened(os.path.join(files.root, STORE), files, where.expectation) as store:
                 journal.opened(observe(store))
                 if past is not None:
                     versions = where.expectation.allowed()[-1].commits
                     commit_version(store, journal, versions[0] if versions else None)
-        except (NotFoundError, FormatError):
-            pass  # Already judged: there was no store yet.
         finally:
             files.shut_down()
         shutil.rmtree(root)
@@ -349,6 +347,16 @@ class _Point:
     image: str
     index: _Index
     expectation: Expectation
+
+
+def _opened(path: str, files: RecordingFileSystem, expectation: Expectation) -> shardb.Store:
+    """Open a store; where its creation may have been cut short, create it."""
+    try:
+        return shardb.open(path, files=files, writer_threads=1)
+    except (NotFoundError, FormatError):
+        if not expectation.may_be_absent:
+            raise
+        return shardb.open(path, create=True, files=files, writer_threads=1)
 
 
 def _say_nothing(_: int, __: Counts) -> None:
