@@ -53,4 +53,4 @@ def mounted_read_only(source: Path, target: Path) -> Iterator[Path]:
         subprocess.run(["mount", "-o", "remount,ro,bind", target], check=True)
         yield target
     finally:
-        subprocess.run(["umount", target], check=True)
+        subprocess.run(["umount", "--lazy", target], check=True)
