@@ -108,7 +108,7 @@ def run_faulted(
         error = caught
         if caught.definite:
             journal.refuse()
-        refused = script is not None and _refuses(script)
+        refused = script is None or _refuses(script)
     if script is not None:
         script.close()
     files.shut_down()
@@ -123,7 +123,7 @@ def run_faulted(
 
 
 def _refuses(script: Script) -> bool:
-    """Whether the open store refuses to write after a failure."""
+    """Whether the open store refuses to write after a failure; one that never opened does."""
     try:
         script.store.begin().abort()
     except StorageFailedError:
