@@ -27,12 +27,12 @@ from shardb.testing.recording import RecordingFileSystem
 LIMITS = ExploreLimits(
     images=ImageLimits(
         exhaustive_operations=0,
-        random_subsets=1,
+        random_subsets=0,
         single_operations=1,
         torn_writes=1,
         every_index=False,
     ),
-    earlier_indexes=1,
+    earlier_indexes=0,
     recovery_every=500,
     kill_every=10_000,
     go_on_every=10,
