@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from shardb import format as store_format
 from shardb import index_state, records, refs, reserve
-from shardb.errors import FormatError, LogTruncatedError, NotFoundError, UsageError
+from shardb.errors import FormatError, LogTruncatedError, UsageError
 from shardb.filesystem import FileSystem, read_file
 from shardb.index import MAP_BYTES, Index
 from shardb.locks import Locks
@@ -208,9 +208,3 @@ def _describe(store: Store, index: Index, report: RecoveryReport) -> None:
                 ended = f"a transaction on branch {branch!r} ended without a commit"
             path = f"{store.root}/spare/{name}"
             report.dropped.append({"what": "staged object", "path": path, "why": ended})
-
-
-def check_store_exists(files: FileSystem, root: str) -> None:
-    """NotFoundError unless there is a store at `root`."""
-    if not files.exists(store_format.format_path(root)):
-        raise NotFoundError(f"{root}: there is no store here", path=root)

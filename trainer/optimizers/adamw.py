@@ -16,7 +16,7 @@ from torch.optim.adamw import adamw
 
 from shardb import TensorSpec
 from trainer.device import Device
-from trainer.optimizers.tiles import Piece, ShardUpdate, split_by_decay, tiles
+from trainer.optimizers.tiles import Piece, ShardUpdate, fp32_state, split_by_decay, tiles
 
 __all__ = ["AdamW", "ShardUpdate"]
 
@@ -38,11 +38,7 @@ class AdamW:
 
     def state_specs(self, specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
         """Give the state that belongs to parameters of these specs; it starts at zero."""
-        return {
-            f"{name}.{state}": TensorSpec(dtype="F32", shape=spec.shape)
-            for name, spec in specs.items()
-            for state in STATE_NAMES
-        }
+        return fp32_state(specs, STATE_NAMES)
 
     def update(self, device: Device, shard: ShardUpdate) -> None:
         """Write the shard's next values; gradients are scaled in place and used up."""

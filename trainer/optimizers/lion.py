@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from shardb import TensorSpec
 from trainer.device import Device
-from trainer.optimizers.tiles import Piece, ShardUpdate, split_by_decay, tiles
+from trainer.optimizers.tiles import Piece, ShardUpdate, fp32_state, split_by_decay, tiles
 
 TILE_ELEMENTS = 1 << 20
 STATE_NAMES = ("exp_avg",)
@@ -33,11 +33,7 @@ class Lion:
 
     def state_specs(self, specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
         """Give the state that belongs to parameters of these specs; it starts at zero."""
-        return {
-            f"{name}.{state}": TensorSpec(dtype="F32", shape=spec.shape)
-            for name, spec in specs.items()
-            for state in STATE_NAMES
-        }
+        return fp32_state(specs, STATE_NAMES)
 
     def update(self, device: Device, shard: ShardUpdate) -> None:
         """Write the shard's next values; gradients are scaled in place and used up."""

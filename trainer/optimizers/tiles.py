@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from shardb import TensorSpec
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardUpdate:
@@ -35,6 +37,15 @@ class Piece:
     sources: tuple[Tensor, ...]
     targets: tuple[Tensor, ...]
     gradient: Tensor
+
+
+def fp32_state(specs: Mapping[str, TensorSpec], states: Sequence[str]) -> dict[str, TensorSpec]:
+    """Give an fp32 tensor of each parameter's shape for each name of state."""
+    return {
+        f"{name}.{state}": TensorSpec(dtype="F32", shape=spec.shape)
+        for name, spec in specs.items()
+        for state in states
+    }
 
 
 def tiles(
