@@ -313,9 +313,11 @@ class StoreMachine(RuleBasedStateMachine):
         assert leased == set()
 
     def teardown(self) -> None:
-        if hasattr(self, "store"):
-            self.close_all()
-        shutil.rmtree(self.folder)
+        try:
+            if hasattr(self, "store"):
+                self.close_all()
+        finally:  # a machine that found a fault, as the control arm does, ends here by an error
+            shutil.rmtree(self.folder)
 
 
 def shardb_specs() -> dict[str, shardb.TensorSpec]:
