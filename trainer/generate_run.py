@@ -19,7 +19,8 @@ from trainer.engine import Engine, EngineOptions
 from trainer.errors import InputError
 from trainer.generate import Sampling, generate_ids, stream_text
 from trainer.model.config import ModelConfig
-from trainer.run_shards import TOKENIZER_SHARD, read_bytes, read_recipe
+from trainer.model.stored import TOKENIZER_SHARD, read_bytes, read_model
+from trainer.run_shards import RECIPE_SHARD, read_recipe
 
 
 def generated_text(
@@ -33,12 +34,14 @@ def generated_text(
     device: str,
 ) -> Iterator[str]:
     """Yield the text after `prompt` piece by piece, computed from the shards of one commit."""
-    recipe = read_recipe(view)
+    model = read_model(view)
+    # A model that was imported and not trained yet has no recipe.
+    dtype = read_recipe(view).dtype if RECIPE_SHARD in view.names() else "fp32"
     tokenizer = _open_tokenizer(view, tokenizer_file)
-    engine = Engine(recipe.model, EngineOptions(dtype=recipe.dtype), Device.from_name(device))
+    engine = Engine(model, EngineOptions(dtype=dtype), Device.from_name(device))
 
     def next_logits(ids: Sequence[int]) -> Tensor:
-        batch = torch.tensor([ids[-recipe.model.max_position_embeddings :]], dtype=torch.int64)
+        batch = torch.tensor([ids[-model.max_position_embeddings :]], dtype=torch.int64)
         logits_V = engine.logits(view, batch, last_only=True)[0, -1].float().cpu()
         # Entries that the tokenizer has no word for were never trained.
         logits_V[tokenizer.get_vocab_size() :] = -torch.inf
@@ -46,11 +49,11 @@ def generated_text(
 
     ids = generate_ids(
         next_logits,
-        _prompt_ids(tokenizer, prompt, recipe.model),
+        _prompt_ids(tokenizer, prompt, model),
         sampling=sampling,
         max_new_tokens=max_new_tokens,
         seed=seed,
-        end_id=recipe.model.eos_token_id,
+        end_id=model.eos_token_id,
     )
     return stream_text(ids, tokenizer.decode)
 

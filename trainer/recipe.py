@@ -19,6 +19,7 @@ import xxhash
 
 from trainer.errors import InputError
 from trainer.model.config import ModelConfig
+from trainer.model.stored import canonical_json
 from trainer.schedule import SHAPES, Schedule
 
 FORMAT = 1
@@ -183,11 +184,6 @@ class Settings:
         """Read what `to_json` gave."""
         _refuse_unknown(cls, values)
         return cls(**values)
-
-
-def canonical_json(values: Mapping[str, Any]) -> bytes:
-    """Encode with sorted keys and without spaces; floats keep all their digits."""
-    return json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def flag_of(field: str) -> str:

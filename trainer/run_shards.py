@@ -10,20 +10,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from shardb import Commit, ReadView, Store, Transaction
 from shardb.errors import NotFoundError
 from shardb.state import DEFAULT_BRANCH
 from shardb.transfer_lineage import lineage
 from trainer.best import Best
 from trainer.errors import InputError
-from trainer.recipe import Recipe, Settings, canonical_json
+from trainer.model.stored import TOKENIZER_SHARD, read_bytes, write_bytes, write_model
+from trainer.recipe import Recipe, Settings
 
 RECIPE_SHARD = "meta/recipe"
-MODEL_SHARD = "meta/model"
-TOKENIZER_SHARD = "meta/tokenizer"
-TENSOR = "json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,15 +81,10 @@ def read_stored_run(
 
 def write_meta(txn: Transaction, recipe: Recipe, tokenizer: bytes | None) -> None:
     """Stage the meta shards; the tokenizer is kept as it is when none is given."""
-    _write_bytes(txn, RECIPE_SHARD, recipe.to_bytes())
-    _write_bytes(txn, MODEL_SHARD, canonical_json(recipe.model.to_json()))
+    write_bytes(txn, RECIPE_SHARD, recipe.to_bytes())
+    write_model(txn, recipe.model)
     if tokenizer is not None:
-        _write_bytes(txn, TOKENIZER_SHARD, tokenizer)
-
-
-def read_bytes(view: ReadView, shard: str) -> bytes:
-    """Read a meta shard's content."""
-    return view.read(shard).array(TENSOR).tobytes()
+        write_bytes(txn, TOKENIZER_SHARD, tokenizer)
 
 
 def state_of(cursor: Cursor, recipe: Recipe, settings: Settings) -> dict[str, Any]:
@@ -148,8 +139,3 @@ def _stored_run(view: ReadView) -> StoredRun:
     recipe = read_recipe(view)
     settings: Mapping[str, Any] = view.commit.state["settings"]
     return StoredRun(commit=view.commit, recipe=recipe, settings=Settings.from_json(settings))
-
-
-def _write_bytes(txn: Transaction, shard: str, data: bytes) -> None:
-    array = np.frombuffer(data, dtype=np.uint8)
-    txn.write(shard, {TENSOR: array}, trainable=False)

@@ -16,7 +16,8 @@ from trainer.command_cli import answer, new_app
 from trainer.data.batches import validation_batches
 from trainer.data.rows import TokenRows
 from trainer.generate_cli import HELP, command
-from trainer.run_shards import TOKENIZER_SHARD, read_bytes, read_stored_run
+from trainer.model.stored import TOKENIZER_SHARD, read_bytes
+from trainer.run_shards import read_stored_run
 from trainer.start import engine_for
 
 STEP_LINE_KEYS = {

@@ -18,8 +18,11 @@ from tests.tidy.source import PACKAGES, REPOSITORY, Source, dotted
 MAY_IMPORT = {
     "shardb": ("shardb",),
     "trainer": ("trainer", "shardb"),
-    "export": ("export", "shardb", "trainer.model"),
-    "serve": ("serve", "shardb", "trainer.model", "trainer.device"),
+    "export": ("export", "shardb", "trainer.model", "trainer.errors", "trainer.command_cli"),
+    "serve": (
+        *("serve", "shardb", "trainer.model", "trainer.device"),
+        *("trainer.errors", "trainer.command_cli"),
+    ),
     "tools": ("tools", "shardb", "trainer", "export", "serve", "tests.support"),
 }
 STORE_LIBRARIES = {"lmdb", "msgpack", "xxhash", "zstandard", "numpy"}

@@ -34,6 +34,8 @@ class ModelConfig:
     `attention_bias` gives query, key and value a bias; `attention_output_bias` the output
     projection. `qk_norm` normalises each head's query and key before the rotation.
     `rope_scaling_type` is "none", "linear" or "llama3"; the numbers after it belong to it.
+    `hf_config` is empty where the stages of this project compute the model; else it is the
+    configuration, as JSON, whose layers `transformers` builds and `trainer.model.hf_stages` runs.
 
     Raises:
         InputError: a field is missing its rule; the message names the field and its flag.
@@ -63,6 +65,7 @@ class ModelConfig:
     bos_token_id: int = 1
     eos_token_id: int = 2
     dropout: float = 0.0
+    hf_config: str = ""
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -88,8 +91,12 @@ class ModelConfig:
         return None if self.rope_scaling_type == "none" else self._rope_scaling()
 
     def to_json(self) -> dict[str, Any]:
-        """Give every field by name, derived ones included, as values that JSON can hold."""
-        return asdict(self)
+        """Give every field by name, derived ones included, as values that JSON can hold.
+
+        An empty `hf_config` is left out: models from before it was known keep their bytes.
+        """
+        values = asdict(self)
+        return values if self.hf_config else {k: v for k, v in values.items() if k != "hf_config"}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> ModelConfig:

@@ -44,7 +44,7 @@ def test_every_field_of_recipe_and_settings_has_a_flag_or_comes_from_the_data() 
     names = {f.name for record in (Recipe, Settings) for f in fields(record)}
     assert names - flags == {"model", "data_digest"}
     config = {f.name for f in fields(ModelConfig)}
-    assert fields_of(Scope.MODEL) == config
+    assert config - fields_of(Scope.MODEL) == {"hf_config"}, "an import alone sets it"
 
 
 def test_flags_are_named_once_and_explained() -> None:
