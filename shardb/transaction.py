@@ -46,6 +46,7 @@ class Staged:
     buffer: PooledBuffer
     trainable: bool
     written: Future[StagedObject] | None = None
+    let_go: bool = False
 
 
 class Transaction:
@@ -74,6 +75,8 @@ class Transaction:
         if staged is not None:
             if not staged.image.sealed:
                 raise UsageError(f"shard {name!r} is staged but not sealed; call seal() first")
+            if staged.let_go:
+                raise UsageError(f"shard {name!r} was let go: it can be read after the commit")
             digest = _digest_if_written(staged)
             image = staged.buffer.array(staged.image.bytes, writable=False)
             return ShardView(name, staged.image.layout, image, digest)
@@ -127,6 +130,24 @@ class Transaction:
         except BaseException:
             self.discard(name)
             raise
+
+    def let_go(self, name: str) -> None:
+        """Wait until a staged shard is written and give its memory back, sealing it first.
+
+        It cannot be read before the commit. So a commit of any size needs the memory of one shard.
+        The image must not be used any more. UsageError when it is not staged.
+        """
+        self._check_open()
+        staged = self._staged.get(name)
+        if staged is None:
+            raise UsageError(f"shard {name!r} is not staged in this transaction")
+        staged.image.seal()
+        assert staged.written is not None
+        staged.written.result()
+        if staged.buffer.path is None and not staged.let_go:
+            staged.let_go = True
+            staged.image.image = np.empty(0, dtype=np.uint8)
+            staged.buffer.release(self._store.buffers)
 
     def discard(self, name: str) -> None:
         """Drop what is staged of a shard, so that it can be staged again."""
@@ -286,6 +307,8 @@ class Transaction:
         A mapped duplicate is no object's file, and goes; so does an image that the caller can still
         write into.
         """
+        if staged.let_go:
+            return
         path = staged.buffer.path
         if path in (None, self._store.objects.path(written.digest)) and not staged.buffer.writers:
             self._store.cache.put(written.digest, staged.image.layout, staged.buffer)
@@ -303,7 +326,8 @@ class Transaction:
                 staged.buffer.disown()
             else:
                 self._store.drop_object(written)
-        staged.buffer.release(self._store.buffers)
+        if not staged.let_go:
+            staged.buffer.release(self._store.buffers)
 
     def _close(self) -> None:
         self._open = False
