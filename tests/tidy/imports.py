@@ -113,10 +113,14 @@ def private_imports(source: Source) -> list[str]:
 
 
 @cache
-def declared_libraries() -> frozenset[str]:
-    """Give the dependencies that pyproject.toml declares, by import name."""
+def declared_libraries(package: str) -> frozenset[str]:
+    """Give the dependencies that pyproject.toml declares, by import name.
+
+    A package of the house may also use what the extra of its own name declares.
+    """
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    names = (requirement.split(">")[0].split("=")[0] for requirement in project["dependencies"])
+    declared = project["dependencies"] + project["optional-dependencies"].get(package, [])
+    names = (requirement.split(">")[0].split("=")[0] for requirement in declared)
     return frozenset(name.strip().replace("-", "_") for name in names)
 
 
@@ -128,7 +132,7 @@ def undeclared_libraries(source: Source) -> list[str]:
     if source.package not in MAY_IMPORT or source.path.startswith("tools/bench/"):
         return []
     store = source.package == "shardb"
-    allowed = STORE_LIBRARIES if store else set(declared_libraries())
+    allowed = STORE_LIBRARIES if store else set(declared_libraries(source.package))
     if store and source.is_command:
         allowed = allowed | COMMAND_LIBRARIES
     found = []

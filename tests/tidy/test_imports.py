@@ -37,6 +37,7 @@ BAD = [
     (undeclared_libraries, "shardb/store.py", "import torch"),
     (undeclared_libraries, "trainer/run.py", "import pandas"),
     (undeclared_libraries, "tools/demo.py", "import pandas"),
+    (undeclared_libraries, "trainer/run.py", "import starlette"),
     (misplaced_libraries, "shardb/store.py", "from torch import Tensor"),
     (misplaced_libraries, "shardb/store.py", "import lmdb"),
     (misplaced_libraries, "shardb/store.py", "import typer"),
