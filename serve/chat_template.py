@@ -1,0 +1,220 @@
+"""Messages to a prompt: a model's own chat template, or an adapter for models without one.
+
+Owns the rendering and the two adapters. Knows nothing of HTTP. Invariants: a template runs in a
+sandbox and sees only messages; what a user typed stays text, also where it looks like a control
+token; a template writes its own beginning of text, so no second one is added.
+
+The plain adapter, for base models: every message on lines of its own as `System: …`, `User: …`,
+`Assistant: …`, a blank line between two, and `Assistant:` at the end; the answer ends where the
+model begins a line with `User:`. The story adapter, for models of stories: a request such as "Tell
+me a story about a dog" becomes the beginning of one, anything else is gone on from as it stands.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Protocol
+
+from jinja2 import TemplateError
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from serve.errors import ApiError
+from serve.vocabulary import Vocabulary
+from trainer.errors import InputError
+
+Message = Mapping[str, Any]
+PLAIN_NAMES = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
+_STORY_REQUEST = re.compile(
+    r"^\W*(?:please |can you |could you |would you )*(?:write|tell|give|make|continue|create)"
+    r"(?: me| us)?(?: an?| the)?(?: (?:short|long|little|new|nice|funny|happy|sad|bedtime))*"
+    r" (?:story|tale)(?: (?:about|of|on|with) (?P<subject>.+?))?(?:,? please)?[\s.!?]*\Z",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatPrompt:
+    """A prompt made of messages, and stop strings that come with its form."""
+
+    ids: list[int]
+    stops: tuple[str, ...] = ()
+
+
+class ChatFormat(Protocol):
+    """A way from messages to a prompt."""
+
+    name: str
+
+    def prompt(
+        self, messages: Sequence[Message], vocabulary: Vocabulary, *, add_generation_prompt: bool
+    ) -> ChatPrompt:
+        """Give the prompt; ApiError where the messages do not suit the format."""
+
+
+class TemplateFormat:
+    """The model's own template, in the form of `tokenizer_config.json`."""
+
+    name = "template"
+
+    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = environment.from_string(source)
+        except TemplateError as error:
+            raise InputError(f"the chat template is no template: {error}") from error
+        self._tokens = dict(tokens)
+
+    def prompt(
+        self, messages: Sequence[Message], vocabulary: Vocabulary, *, add_generation_prompt: bool
+    ) -> ChatPrompt:
+        """Render and encode; the template's refusal of messages is the client's to mend."""
+        safe = [_broken(message, vocabulary) for message in messages]
+        try:
+            text = self._template.render(
+                messages=safe, add_generation_prompt=add_generation_prompt, **self._tokens
+            )
+        except (TemplateError, SecurityError, TypeError, KeyError, ValueError) as error:
+            raise ApiError(
+                400,
+                f"the model's chat template refuses these messages: {error}",
+                code="invalid_messages",
+                param="messages",
+            ) from error
+        return ChatPrompt(ids=vocabulary.encode_marked(text))
+
+
+class PlainFormat:
+    """Names and colons, for base models; a guess, since no template says what the model knows."""
+
+    name = "plain"
+
+    def prompt(
+        self, messages: Sequence[Message], vocabulary: Vocabulary, *, add_generation_prompt: bool
+    ) -> ChatPrompt:
+        """Write the messages one after the other."""
+        blocks = [f"{PLAIN_NAMES[m['role']]}: {m['content'] or ''}" for m in messages]
+        text = "\n\n".join([*blocks, *(["Assistant:"] if add_generation_prompt else [])])
+        return ChatPrompt(ids=vocabulary.encode_text(text, begin=True), stops=("\nUser:",))
+
+
+class StoryFormat:
+    """The beginning of a story, for models that know nothing else."""
+
+    name = "story"
+
+    def prompt(
+        self, messages: Sequence[Message], vocabulary: Vocabulary, *, add_generation_prompt: bool
+    ) -> ChatPrompt:
+        """Turn the last user message into the beginning of a story."""
+        asked = next((m["content"] for m in reversed(messages) if m["role"] == "user"), None)
+        if not asked:
+            raise ApiError(
+                400,
+                "'messages': the story adapter needs a user message with text",
+                code="invalid_messages",
+                param="messages",
+            )
+        return ChatPrompt(ids=vocabulary.encode_text(story_beginning(asked), begin=True))
+
+
+class NoFormat:
+    """No way from messages to a prompt."""
+
+    name = "none"
+
+    def prompt(
+        self, messages: Sequence[Message], vocabulary: Vocabulary, *, add_generation_prompt: bool
+    ) -> ChatPrompt:
+        """Refuse, and say what to do instead."""
+        raise ApiError(
+            400,
+            "this model has no chat template: use /v1/completions, or start the server with"
+            " --chat-adapter plain or story, or with --chat-template FILE",
+            code="chat_template_missing",
+            param="messages",
+        )
+
+
+def adapter(name: str) -> ChatFormat:
+    """Give an adapter by the name of its flag."""
+    formats: dict[str, ChatFormat] = {
+        "plain": PlainFormat(),
+        "story": StoryFormat(),
+        "none": NoFormat(),
+    }
+    if name not in formats:
+        raise InputError(f"--chat-adapter {name!r} is unknown: choose {', '.join(formats)}")
+    return formats[name]
+
+
+def template_of(files: Mapping[str, bytes]) -> TemplateFormat | None:
+    """Find the chat template among a tokenizer's files; None where there is none.
+
+    Newer packages keep it in chat_template.jinja, older ones inside tokenizer_config.json, as a
+    text or as a list of named ones of which "default" counts.
+    """
+    config = json.loads(files.get("tokenizer_config.json", b"{}"))
+    source: Any = config.get("chat_template")
+    if isinstance(source, list):
+        named = {entry.get("name"): entry.get("template") for entry in source}
+        source = named.get("default")
+    if "chat_template.jinja" in files:
+        source = files["chat_template.jinja"].decode()
+    if not isinstance(source, str):
+        return None
+    return TemplateFormat(source, special_tokens_of(config))
+
+
+def special_tokens_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """Give the special tokens by name, such as bos_token, as a template uses them."""
+    found = {}
+    for name, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def story_beginning(asked: str) -> str:
+    """Give the beginning of a story for a request; a text that is no request stays as it is."""
+    match = _STORY_REQUEST.match(asked)
+    if match is None:
+        return asked
+    subject = match["subject"]
+    return f"Once upon a time, there was {subject}." if subject else "Once upon a time"
+
+
+def _broken(message: Message, vocabulary: Vocabulary) -> dict[str, Any]:
+    return {key: _broken_value(value, vocabulary) for key, value in message.items()}
+
+
+def _broken_value(value: Any, vocabulary: Vocabulary) -> Any:
+    if isinstance(value, str):
+        return vocabulary.break_control(value)
+    if isinstance(value, list):
+        return [_broken_value(item, vocabulary) for item in value]
+    if isinstance(value, dict):
+        return {key: _broken_value(item, vocabulary) for key, item in value.items()}
+    return value
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
