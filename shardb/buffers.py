@@ -61,6 +61,11 @@ class PooledBuffer:
         self._released: Pool | None = None
 
     @property
+    def file_mapping(self) -> mmap.mmap | None:
+        """The mapping of a file in memory, which stays for the life of the store; else None."""
+        return None if self.path is None else self._map
+
+    @property
     def exports(self) -> int:
         """Arrays, and everything made from them, that are still alive."""
         return self._given - len(self._ended)

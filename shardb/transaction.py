@@ -110,7 +110,7 @@ class Transaction:
             buffer = self._store.buffers.take(placed.size_bytes, self.branch)
         image = buffer.array(placed.size_bytes, writable=True)
         image[: len(placed.header)] = np.frombuffer(placed.header, dtype=np.uint8)
-        shard = StagedShard(name, placed, image, self._write_out)
+        shard = StagedShard(name, placed, image, self._write_out, mapping=buffer.file_mapping)
         self._staged[name] = Staged(image=shard, buffer=buffer, trainable=trainable)
         return shard
 

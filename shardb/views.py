@@ -7,6 +7,7 @@ numpy does not have, appear as unsigned integers of their width.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -103,14 +104,25 @@ class ShardView(TensorImage):
 
 
 class StagedShard(TensorImage):
-    """The writable image of a shard of the next commit."""
+    """The writable image of a shard of the next commit.
+
+    `mapping` is the image's file in a store in memory. It stays where it is for the life of the
+    store, through every rename: a client may page-lock it, once.
+    """
 
     def __init__(
-        self, name: str, layout: Layout, image: Bytes, seal: Callable[[StagedShard], None]
+        self,
+        name: str,
+        layout: Layout,
+        image: Bytes,
+        seal: Callable[[StagedShard], None],
+        *,
+        mapping: mmap.mmap | None = None,
     ) -> None:
         super().__init__(name, layout, image)
         self._seal = seal
         self.sealed = False
+        self.mapping = mapping
 
     def seal(self) -> None:
         """Say that the image is complete: from here on it is written out in the background.
