@@ -25,6 +25,8 @@ MAY_IMPORT = {
     ),
     "tools": ("tools", "shardb", "trainer", "export", "serve", "tests.support"),
 }
+# The extras whose libraries a part may use; without them it has to say what is missing.
+EXTRAS = {"trainer": ("hf",), "export": ("hf", "gguf"), "serve": ("serve",)}
 STORE_LIBRARIES = {"lmdb", "msgpack", "xxhash", "zstandard", "numpy"}
 ONLY_HERE = {
     "torch": ("shardb/torch_adaptor.py",),
@@ -116,10 +118,12 @@ def private_imports(source: Source) -> list[str]:
 def declared_libraries(package: str) -> frozenset[str]:
     """Give the dependencies that pyproject.toml declares, by import name.
 
-    A package of the house may also use what the extra of its own name declares.
+    A package of the house may also use what its extras declare.
     """
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    declared = project["dependencies"] + project["optional-dependencies"].get(package, [])
+    declared = list(project["dependencies"])
+    for extra in EXTRAS.get(package, ()):
+        declared += project["optional-dependencies"][extra]
     names = (requirement.split(">")[0].split("=")[0] for requirement in declared)
     return frozenset(name.strip().replace("-", "_") for name in names)
 
