@@ -13,8 +13,9 @@ from torch import Tensor
 
 from shardb import ShardView
 from trainer.forward import bring_in
-from trainer.gradients import GradientSum
+from trainer.gradients import GradientSum, taken
 from trainer.model.stages import Stage
+from trainer.placement import Boundary
 from trainer.residency import ShardWindow
 from trainer.tape import Compute, Tape
 
@@ -33,13 +34,14 @@ def replay_backward(
     window: ShardWindow,
     compute: Compute,
     tapes: list[Tape],
-    output_gradients: list[Tensor],
+    gradients: Boundary,
     start: dict[str, Tensor] | None,
 ) -> Iterator[StageGradients]:
     """Yield each stage's gradients from the last stage to the first.
 
-    `start` is what the first stage's gradients are added to: those of a head that shares its
-    weight. The tapes are used up: each is dropped as soon as its stage is done.
+    gradients: those of the last stage's outputs; used up. `start` is what the first stage's
+    gradients are added to: those of a head that shares its weight. The tapes are used up: each is
+    dropped as soon as its stage is done, and so are a stage's gradients when they are handed out.
     """
     for stage in reversed(trunk):
         tape = tapes.pop()
@@ -47,6 +49,6 @@ def replay_backward(
         with window.take(f"params/{stage.name}") as view:
             params = bring_in(stage, view, compute)
             with compute.clock.measure("backward_kernel_seconds"):
-                output_gradients = tape.backward(params, output_gradients, total)
+                tape.backward(params, gradients, total)
             del params, tape
-            yield StageGradients(stage=stage, view=view, gradients=total.gradients)
+            yield StageGradients(stage=stage, view=view, gradients=taken(total.gradients))

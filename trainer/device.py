@@ -10,6 +10,8 @@ aligned: matrix kernels may round differently on other alignments, and then two 
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +25,7 @@ from torch import Tensor
 from shardb import torch_adaptor
 from shardb.views import TensorImage
 from trainer.errors import InputError
+from trainer.page_locks import PageLocks
 
 ALIGNMENT_BYTES = 64
 
@@ -40,6 +43,7 @@ class Device:
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
+        self.page_locks = PageLocks()
         self._sent: weakref.WeakKeyDictionary[TensorImage, _Sent] = weakref.WeakKeyDictionary()
 
     @classmethod
@@ -134,6 +138,32 @@ class Device:
         """Give `tensor` on the device: itself when it lies there."""
         return self._move(tensor)
 
+    def host_buffer(self, size: int, what: str) -> Tensor:
+        """Give `size` bytes of host memory, uint8; page-locked for a device where that is allowed.
+
+        `what` names the use in the reason that `page_locks` keeps where it is not.
+        """
+        if self.is_host:
+            return torch.empty(size, dtype=torch.uint8)
+        owner = (ctypes.c_char * size).from_buffer(mmap.mmap(-1, size))
+        buffer = torch.frombuffer(owner, dtype=torch.uint8)
+        if self.page_locks.take(size, what):
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            failed = int(runtime.cudaHostRegister(buffer.data_ptr(), size, 0))
+            if failed:
+                self.page_locks.give_back(
+                    size,
+                    f"{what}: the driver did not page-lock {size:,} bytes (error {failed}):"
+                    " copies are slower",
+                )
+            else:
+                unlock = weakref.finalize(
+                    owner, _unlock_pages, self.page_locks, buffer.data_ptr(), size
+                )
+                # At the very end the driver may be gone before the memory is.
+                unlock.atexit = False
+        return buffer
+
     def open_tile(
         self, sources: Sequence[Tensor], targets: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
@@ -184,6 +214,11 @@ class Device:
 
     def _move(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.torch_device)
+
+
+def _unlock_pages(page_locks: PageLocks, address: int, size: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+    page_locks.give_back(size)
 
 
 def _open_cuda(name: str, index: int) -> torch.device:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardb import ShardView
 from trainer.model.stages import Stage
+from trainer.placement import Boundary
 from trainer.residency import ShardWindow
 from trainer.tape import Compute, KeptTape, ReplayTape, Tape
 
@@ -22,13 +23,14 @@ def trace_forward(
     trunk: Sequence[Stage],
     window: ShardWindow,
     compute: Compute,
-    inputs: list[Tensor],
+    ids: Sequence[Tensor],
     *,
     keep_activations: bool,
 ) -> list[Tape]:
     """Pass every micro-batch through every stage; give a tape a stage."""
     record = KeptTape if keep_activations else ReplayTape
     tapes: list[Tape] = []
+    inputs: Sequence[Tensor] | Boundary = ids
     for stage in trunk:
         with window.take(f"params/{stage.name}") as view:
             params = bring_in(stage, view, compute)
@@ -39,15 +41,20 @@ def trace_forward(
 
 
 def pass_through(
-    trunk: Sequence[Stage], window: ShardWindow, compute: Compute, inputs: list[Tensor]
-) -> list[Tensor]:
+    trunk: Sequence[Stage], window: ShardWindow, compute: Compute, ids: Sequence[Tensor]
+) -> Boundary:
     """Pass every batch through every stage and keep nothing; give the last stage's outputs."""
+    outputs = compute.new_boundary()
     for stage in trunk:
         with torch.no_grad(), window.take(f"params/{stage.name}") as view:
             params = bring_in(stage, view, compute)
             with compute.clock.measure("forward_kernel_seconds"):
-                inputs = [compute.run(stage, params, x) for x in inputs]
-    return inputs
+                for index, each in enumerate(ids):
+                    if index == len(outputs):
+                        outputs.append(compute.run(stage, params, each))
+                    else:
+                        outputs[index] = compute.run(stage, params, outputs[index])
+    return outputs
 
 
 def bring_in(stage: Stage, view: ShardView, compute: Compute) -> dict[str, Tensor]:

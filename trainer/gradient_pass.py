@@ -18,6 +18,7 @@ from trainer.backward import StageGradients, replay_backward
 from trainer.clipping import tensor_norms, total_norm
 from trainer.errors import GradientOverflowError, NonFiniteError
 from trainer.forward import bring_in, trace_forward
+from trainer.gradients import taken
 from trainer.head import HeadGradients, head_backward
 from trainer.model.stages import Stage
 from trainer.residency import ShardWindow
@@ -69,12 +70,15 @@ class GradientPass:
         with self._window.take(f"params/{model.head.name}") as view:
             found = self._head(view, tapes, batches)
             if not model.tied:
-                yield self._finished(model.head, view, found.params)
+                # Nothing here names what is handed out: who takes gradients is their only holder.
+                yield self._finished(
+                    StageGradients(stage=model.head, view=view, gradients=taken(found.params))
+                )
         start = found.params if model.tied else None
-        for ready in replay_backward(
-            model.trunk, self._window, self._compute, tapes, found.hidden, start
-        ):
-            yield self._finished(ready.stage, ready.view, ready.gradients)
+        yield from map(
+            self._finished,
+            replay_backward(model.trunk, self._window, self._compute, tapes, found.hidden, start),
+        )
 
     def total_norm(self) -> Tensor:
         """Give the norm over the model, tensors in forward order."""
@@ -92,6 +96,7 @@ class GradientPass:
                 valid_tokens=valid_tokens,
                 chunk_tokens=self._model.options.lm_head_chunk_tokens,
                 loss_scale=self._loss_scale,
+                into=self._compute.new_boundary(),
             )
         self.loss = float(found.loss_sum) / valid_tokens
         if not math.isfinite(self.loss):
@@ -99,15 +104,14 @@ class GradientPass:
         tapes[-1].outputs.clear()
         return found
 
-    def _finished(
-        self, stage: Stage, view: ShardView, gradients: dict[str, Tensor]
-    ) -> StageGradients:
-        for multiplier in (1.0 / self._loss_scale, self._factors.get(stage.name, 1.0)):
+    def _finished(self, ready: StageGradients) -> StageGradients:
+        name = ready.stage.name
+        for multiplier in (1.0 / self._loss_scale, self._factors.get(name, 1.0)):
             if multiplier != 1.0:
-                for gradient in gradients.values():
+                for gradient in ready.gradients.values():
                     gradient.mul_(multiplier)
         try:
-            self.norms[stage.name] = tensor_norms(f"params/{stage.name}", gradients)
+            self.norms[name] = tensor_norms(f"params/{name}", ready.gradients)
         except NonFiniteError as error:
             if self._loss_scale > 1.0:
                 raise GradientOverflowError(
@@ -117,7 +121,7 @@ class GradientPass:
                     tensor=error.tensor,
                 ) from error
             raise
-        return StageGradients(stage=stage, view=view, gradients=gradients)
+        return ready
 
 
 def _diverged(trunk: Sequence[Stage], tapes: list[Tape], loss: float) -> NonFiniteError:

@@ -26,3 +26,10 @@ class GradientSum:
                 self.gradients[name] = term.to(
                     torch.promote_types(term.dtype, torch.float32)
                 ).contiguous()
+
+
+def taken(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Give what `gradients` holds and empty it, so that whoever takes it is the only holder."""
+    found = dict(gradients)
+    gradients.clear()
+    return found

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from trainer.gradients import GradientSum
 from trainer.model.stages import Stage
+from trainer.placement import Boundary
 
 IGNORED_LABEL = -100
 
@@ -27,30 +28,32 @@ class HeadGradients:
     """The loss summed over valid tokens (float64), and the gradients of its scaled mean."""
 
     loss_sum: Tensor
-    hidden: list[Tensor]
+    hidden: Boundary
     params: dict[str, Tensor]
 
 
 def head_backward(
     head: Stage,
     params: Mapping[str, Tensor],
-    hidden: Sequence[Tensor],
+    hidden: Boundary | Sequence[Tensor],
     labels: Sequence[Tensor],
     *,
     valid_tokens: int,
     chunk_tokens: int,
     loss_scale: float = 1.0,
+    into: Boundary | None = None,
 ) -> HeadGradients:
     """Give the loss and the gradients of (loss_scale * loss sum / valid_tokens), chunk by chunk.
 
     hidden: [B, T, D] and labels: [B, T] a micro-batch; chunks never span two micro-batches.
+    into: where the gradients of `hidden` are put.
     """
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
     total = GradientSum()
-    loss_sum = torch.zeros((), dtype=torch.float64, device=hidden[0].device)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=labels[0].device)
     # 1/n as an fp32 quotient is what autograd itself would send back through a division by n.
-    seed = torch.full((), loss_scale, device=hidden[0].device) / valid_tokens
-    hidden_gradients = []
+    seed = torch.full((), loss_scale, device=labels[0].device) / valid_tokens
+    hidden_gradients: Boundary = [] if into is None else into
     for x_BTD, labels_BT in zip(hidden, labels, strict=True):
         gradient_ND = torch.empty_like(x_BTD).flatten(0, 1)
         for rows, x_ND, labels_N in _chunks(x_BTD, labels_BT, chunk_tokens):
@@ -68,13 +71,13 @@ def head_backward(
 def head_loss_sum(
     head: Stage,
     params: Mapping[str, Tensor],
-    hidden: Sequence[Tensor],
+    hidden: Boundary | Sequence[Tensor],
     labels: Sequence[Tensor],
     *,
     chunk_tokens: int,
 ) -> Tensor:
     """Give the loss summed over valid tokens, float64, without gradients."""
-    loss_sum = torch.zeros((), dtype=torch.float64, device=hidden[0].device)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=labels[0].device)
     with torch.no_grad():
         for x_BTD, labels_BT in zip(hidden, labels, strict=True):
             for _, x_ND, labels_N in _chunks(x_BTD, labels_BT, chunk_tokens):

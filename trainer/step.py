@@ -105,6 +105,7 @@ class TrainStep:
             else:
                 for ready in gradients.run(batches):
                     self._update(ready, self._shard_scale(gradients.norms[ready.stage.name]))
+                    del ready  # while the next stage's are computed nothing holds these
         self._model.device.wait()
         return self._result(gradients, batches, normalised)
 
@@ -140,6 +141,7 @@ class TrainStep:
             with self._clock.measure("gradient_cpu_copy_seconds"):
                 held = {n: self._model.device.to_host(g) for n, g in ready.gradients.items()}
             waiting.append((ready.stage, held))
+            del ready, held  # on a device, while the next stage's are computed nothing holds these
         scale = clip_scale(gradients.total_norm(), self._max_norm)
         waiting.reverse()
         while waiting:

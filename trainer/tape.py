@@ -18,16 +18,18 @@ from torch import Tensor
 from trainer.device import Device
 from trainer.gradients import GradientSum
 from trainer.model.stages import Stage
+from trainer.placement import Boundary, BoundaryMaker
 from trainer.timing import StepClock
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compute:
-    """Where and in which dtype stages run."""
+    """Where and in which dtype stages run, and where what is between them waits."""
 
     device: Device
     dtype: torch.dtype
     clock: StepClock
+    new_boundary: BoundaryMaker = list
 
     def run(self, stage: Stage, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Compute one stage and give its output in the compute dtype."""
@@ -38,16 +40,17 @@ class Tape(Protocol):
     """One stage's forward pass over all micro-batches."""
 
     @property
-    def outputs(self) -> list[Tensor]:
+    def outputs(self) -> Boundary:
         """Give the stage's outputs, one a micro-batch, without history."""
         ...
 
     def backward(
-        self, params: Mapping[str, Tensor], output_gradients: Sequence[Tensor], total: GradientSum
-    ) -> list[Tensor]:
-        """Add the parameters' gradients to `total`; give those of the inputs. Works once.
+        self, params: Mapping[str, Tensor], gradients: Boundary, total: GradientSum
+    ) -> None:
+        """Add the parameters' gradients to `total`. Works once.
 
-        Token ids have no gradient: for them the output's gradient comes back, unused.
+        `gradients` are the outputs' and become the inputs', one micro-batch after the other, so
+        that both are never held for all. Token ids have none: the output's stay, unused.
         """
         ...
 
@@ -56,26 +59,36 @@ class ReplayTape:
     """Keeps inputs; computes the stage again, one micro-batch at a time."""
 
     def __init__(
-        self, stage: Stage, compute: Compute, params: Mapping[str, Tensor], inputs: list[Tensor]
+        self,
+        stage: Stage,
+        compute: Compute,
+        params: Mapping[str, Tensor],
+        inputs: Boundary | Sequence[Tensor],
     ) -> None:
         self._stage = stage
         self._compute = compute
         self._inputs = inputs
+        self.outputs = compute.new_boundary()
         with torch.no_grad():
-            self.outputs = [compute.run(stage, params, x) for x in inputs]
+            for x in inputs:
+                self.outputs.append(compute.run(stage, params, x))
 
     def backward(
-        self, params: Mapping[str, Tensor], output_gradients: Sequence[Tensor], total: GradientSum
-    ) -> list[Tensor]:
+        self, params: Mapping[str, Tensor], gradients: Boundary, total: GradientSum
+    ) -> None:
         leaves = _leaves(params)
-        self.outputs = []
-        found = []
-        for x, gradient in zip(self._inputs, output_gradients, strict=True):
-            leaf = _input_leaf(x)
-            with torch.enable_grad():
-                output = self._compute.run(self._stage, leaves, leaf)
-            found.append(_backward(output, leaves, leaf, gradient, total))
-        return found
+        self.outputs.clear()
+        for index in range(len(self._inputs)):
+            gradients[index] = self._again(self._inputs[index], leaves, gradients[index], total)
+
+    def _again(
+        self, x: Tensor, leaves: dict[str, Tensor], gradient: Tensor, total: GradientSum
+    ) -> Tensor:
+        """Compute one micro-batch again and go back through it; nothing of it is left after."""
+        leaf = _input_leaf(x)
+        with torch.enable_grad():
+            output = self._compute.run(self._stage, leaves, leaf)
+        return _backward(output, leaves, leaf, gradient, total)
 
 
 class KeptTape:
@@ -87,7 +100,11 @@ class KeptTape:
     """
 
     def __init__(
-        self, stage: Stage, compute: Compute, params: Mapping[str, Tensor], inputs: list[Tensor]
+        self,
+        stage: Stage,
+        compute: Compute,
+        params: Mapping[str, Tensor],
+        inputs: Boundary | Sequence[Tensor],
     ) -> None:
         self._leaves = _leaves(params)
         self._inputs = [_input_leaf(x) for x in inputs]
@@ -96,22 +113,21 @@ class KeptTape:
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         with torch.enable_grad(), hooks:
             self._results = [compute.run(stage, self._leaves, x) for x in self._inputs]
-        self.outputs = [result.detach() for result in self._results]
+        self.outputs: Boundary = [result.detach() for result in self._results]
         for leaf in self._leaves.values():
             # The graph holds its leaves: let them keep their shape and drop the memory.
             leaf.data = leaf.new_empty(()).expand(leaf.shape)
 
     def backward(
-        self, params: Mapping[str, Tensor], output_gradients: Sequence[Tensor], total: GradientSum
-    ) -> list[Tensor]:
+        self, params: Mapping[str, Tensor], gradients: Boundary, total: GradientSum
+    ) -> None:
         self._params = params
-        self.outputs = []
-        found = []
+        self.outputs.clear()
         self._results.reverse()
-        for x, gradient in zip(self._inputs, output_gradients, strict=True):
-            found.append(_backward(self._results.pop(), self._leaves, x, gradient, total))
+        for index, x in enumerate(self._inputs):
+            result = self._results.pop()
+            gradients[index] = _backward(result, self._leaves, x, gradients[index], total)
         self._params = {}
-        return found
 
     def _pack(self, saved: Tensor) -> Tensor | _Place:
         address = saved.data_ptr()

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from trainer.device import Device
-from trainer.gradients import GradientSum
+from trainer.gradients import GradientSum, taken
 from trainer.head import head_backward
 from trainer.model import layers
 from trainer.model.config import ModelConfig
 from trainer.model.stages import LmHead, Stage, build_trunk
 from trainer.options import EngineOptions
+from trainer.placement import Boundary
 from trainer.tape import Compute, ReplayTape
 from trainer.timing import StepClock
 from trainer.vram_trace import META, FusedAttention, MemoryTrace, block_bytes
@@ -139,8 +140,6 @@ class _Walk:
         self._compute = Compute(device=Device(META), dtype=options.torch_dtype, clock=StepClock())
 
     def step(self, ids: list[Tensor]) -> None:
-        # What the loops of a step name stays until the name is used again: `ready` is the
-        # gradients of the stage before, `found` those of the head.
         tapes = self._forward(ids)
         with self.trace.phase("head"):
             params = self._bring_in(self._head)
@@ -154,22 +153,21 @@ class _Walk:
             )
             del params
             tapes[-1].outputs.clear()
-            ready = found.params
             if not self._tied:
-                self._update(self._head, ready)
+                self._update(self._head, taken(found.params))
         gradients = found.hidden
         for stage in reversed(self._trunk):
             with self.trace.phase(f"backward {_kind(stage)}"):
                 tape = tapes.pop()
                 total = GradientSum(found.params if self._tied and not tapes else None)
                 params = self._bring_in(stage)
-                gradients = tape.backward(params, gradients, total)
+                tape.backward(params, gradients, total)
                 del params, tape
-                ready = total.gradients
-                self._update(stage, ready)
+                self._update(stage, taken(total.gradients))
 
-    def _forward(self, inputs: list[Tensor]) -> list[ReplayTape]:
+    def _forward(self, ids: list[Tensor]) -> list[ReplayTape]:
         tapes: list[ReplayTape] = []
+        inputs: Boundary = ids
         for stage in self._trunk:
             with self.trace.phase(f"forward {_kind(stage)}"):
                 params = self._bring_in(stage)
