@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 INPUTS := pyproject.toml constraints.txt Makefile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-clean test lint format crash bench clean python-check
+.PHONY: help demo demo-clean test lint format crash exactness bench clean python-check
 .DELETE_ON_ERROR:
 
 help: ## This list
@@ -35,6 +35,9 @@ format: $(VENV)/.installed-test ## Format the sources and mend what can be mende
 
 crash: $(VENV)/.installed-test ## Explore crashes at length (CRASH_ARGS for the command's own flags)
 	@$(BIN)/python -m tools.crash $(CRASH_ARGS)
+
+exactness: $(VENV)/.installed-test ## Compare every way of training with training in memory (EXACTNESS_ARGS)
+	@$(BIN)/python -m tools.exactness $(EXACTNESS_ARGS)
 
 BENCH_DIR ?= /tmp
 bench: $(VENV)/.installed-test ## Measure the store beside its peers (BENCH_DIR: the disk to measure)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ class ResidentStep:
     loss: float
     grad_norm: float
     clip_scale: float
+    shard_norms: dict[str, float] = field(default_factory=dict)
 
 
 class ResidentTrainer:
@@ -73,11 +74,17 @@ class ResidentTrainer:
             return None
         if is_normalised:
             self._normalise()
+        norms = {
+            name: float(torch.nn.utils.get_total_norm(gradients_of(shard)))
+            for name, shard in self.params.items()
+        }
         norm, scale = self._clip()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()
-        return ResidentStep(loss=loss_sum / valid, grad_norm=norm, clip_scale=scale)
+        return ResidentStep(
+            loss=loss_sum / valid, grad_norm=norm, clip_scale=scale, shard_norms=norms
+        )
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Give parameters and moments under the names of a store's tensors."""
