@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shardb import torch_adaptor
+from trainer.adoption import AdoptingTransaction
 from trainer.device import Device
 from trainer.errors import InputError, NonFiniteError
 from trainer.evaluate import EvalResult, Evaluator
@@ -66,6 +67,15 @@ class Engine:
             for tensor in torch_adaptor.tensors(state).values():
                 tensor.zero_()
             state.seal()
+
+    def adopting(self, txn: ShardTransaction) -> ShardTransaction:
+        """Give a transaction on an import the form of this run: masters, and state that is zero."""
+        specs = {}
+        for stage in self.stages:
+            form = self.options.master_weight_dtype
+            specs[f"params/{stage.name}"] = stored_specs(stage.specs, form)
+            specs[f"optim/{stage.name}"] = self._model.optimizer.state_specs(stage.specs)
+        return AdoptingTransaction(txn, specs)
 
     def _fill(self, stage: Stage, seed: int, tensors: Mapping[str, Tensor]) -> None:
         """Write first values; where weights are not fp32, rounded to nearest from fp32."""

@@ -7,7 +7,7 @@ empty where history exists, and no committed step is passed over without a word.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import shardb
@@ -19,6 +19,7 @@ from shardb.state import DEFAULT_BRANCH
 from shardb.transfer_lineage import lineage
 from trainer.active_hint import hinted_active
 from trainer.active_relation import Relation, open_active, relation_of
+from trainer.adoption import ImportedModel, read_imported
 from trainer.errors import InputError
 from trainer.recipe_build import Given, settings_given
 from trainer.run_shards import StoredRun, read_stored_run
@@ -31,14 +32,23 @@ FORMAT_FILE = "FORMAT"
 class Found:
     """What a command line finds: `newest` is `durable`, or the head of the active store `ahead`.
 
-    `begins_branch` says that the branch does not exist and begins at `newest`.
+    `imported` is what the durable store holds where that is a model that was never trained.
+    `begins_branch` says that the branch does not exist and begins at `base`.
     """
 
     branch: str
     durable: StoredRun | None = None
     newest: StoredRun | None = None
+    imported: ImportedModel | None = None
     ahead: Path | None = None
     begins_branch: bool = False
+
+    @property
+    def base(self) -> Commit | None:
+        """Give the commit of the durable store that the run goes on from."""
+        if self.imported is not None:
+            return self.imported.commit
+        return None if self.durable is None else self.durable.commit
 
 
 def find_run(given: Given) -> Found:
@@ -55,51 +65,58 @@ def find_run(given: Given) -> Found:
         return Found(branch=branch)
     allow_network = bool(given.get("allow_network"))
     with shardb.open(path, allow_network=allow_network) as store:
-        durable, begins_branch = _durable_run(store, branch, given.get("from_ref"))
-        if durable is None:
-            return Found(branch=branch)
-        if begins_branch:
-            return Found(branch=branch, durable=durable, newest=durable, begins_branch=True)
-        return _with_active(store, path, branch, durable, given)
+        found = _in_durable(store, branch, given.get("from_ref"))
+        if found.base is None or found.begins_branch:
+            return found
+        return _with_active(store, path, found, found.base, given)
 
 
-def _with_active(store: Store, path: Path, branch: str, durable: StoredRun, given: Given) -> Found:
+def _with_active(store: Store, path: Path, found: Found, base: Commit, given: Given) -> Found:
     """Look for newer steps in every active store that this run may have been trained in."""
+    branch, durable = found.branch, found.durable
     named = (
         settings_given(given).get("active"),
-        durable.settings.active,
+        durable.settings.active if durable else None,
         hinted_active(path, branch),
     )
-    found = Found(branch=branch, durable=durable, newest=durable)
     for active_path in dict.fromkeys(Path(name) for name in named if name):
         if not _is_store(active_path):
             continue
-        with open_active(active_path, durable.step) as active:
+        with open_active(active_path, base.step) as active:
             if relation_of(active, store, branch) is not Relation.AHEAD:
                 continue
             newest = read_stored_run(active, branch)
         assert newest is not None, "a store that is ahead has a head"
         if found.ahead is not None and found.newest != newest:
             raise ConflictError(
-                f"{found.ahead} and {active_path} both go on from step {durable.step} of {path},"
+                f"{found.ahead} and {active_path} both go on from step {base.step} of {path},"
                 " each on its own: remove the one that is not wanted"
             )
-        found = Found(branch=branch, durable=durable, newest=newest, ahead=active_path)
+        found = replace(found, newest=newest, ahead=active_path)
     return found
 
 
-def _durable_run(store: Store, branch: str, from_ref: str | None) -> tuple[StoredRun | None, bool]:
-    """Read the head of the branch, or of where it is to begin; None in a store without commits."""
+def _in_durable(store: Store, branch: str, from_ref: str | None) -> Found:
+    """Read the head of the branch, or of where it is to begin; nothing where there is no commit."""
     head = store.branches().get(branch)
     if from_ref is not None:
         start = _resolve_start(store, branch, head, from_ref)
         if head is None:
-            return read_stored_run(store, commit=start), True
+            return _at(store, branch, start, begins_branch=True)
         _check_began_at(store, branch, head, start)
     if head is None:
         _refuse_lost_head(store, branch)
-        return None, False
-    return read_stored_run(store, branch), False
+        return Found(branch=branch)
+    return _at(store, branch, head, begins_branch=False)
+
+
+def _at(store: Store, branch: str, commit: Commit, *, begins_branch: bool) -> Found:
+    """Read what a commit holds: a run, or a model that was imported and never trained."""
+    imported = read_imported(store, commit)
+    if imported is not None:
+        return Found(branch=branch, imported=imported, begins_branch=begins_branch)
+    stored = read_stored_run(store, commit=commit)
+    return Found(branch=branch, durable=stored, newest=stored, begins_branch=begins_branch)
 
 
 def _resolve_start(store: Store, branch: str, head: Commit | None, from_ref: str) -> Commit:

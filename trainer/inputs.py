@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
+from tokenizers import Tokenizer
 
 from trainer.data.manifest import TOKENIZER_NAME, file_digest, find_manifest
 from trainer.data.rows import TokenRows, vocabulary_warning
@@ -72,6 +73,23 @@ def open_inputs(
         tokenizer=_tokenizer(rows, data_dir),
         notes=tuple(note for note in notes if note),
     )
+
+
+def tokenizer_notes(of_data: bytes | None, of_model: bytes | None) -> list[str]:
+    """Warn where data was prepared with other words than an imported model knows."""
+    if of_data is None or of_model is None or of_data == of_model:
+        return []
+    if _vocabulary(of_data) == _vocabulary(of_model):
+        return []
+    warning = (
+        "warning: the data was prepared with another tokenizer than the imported model's: its ids"
+        " mean other words: prepare it with the tokenizer.json of the package"
+    )
+    return [warning]
+
+
+def _vocabulary(tokenizer: bytes) -> dict[str, int]:
+    return Tokenizer.from_str(tokenizer.decode()).get_vocab(with_added_tokens=True)
 
 
 def _open_rows(data_dir: str, vocab_size: int, data_dtype: str, seq_len: int | None) -> TokenRows:

@@ -96,10 +96,10 @@ def _bring_branch(plan: Plan, store: Store, engine: Engine, around: Surroundings
     """Take the branch of the durable store: begin it where it is new, and the run where it is."""
     found = plan.found
     if found.begins_branch:
-        assert found.durable is not None, "a branch begins at a commit"
-        branching.create_branch(store, found.branch, found.durable.commit.id)
+        assert found.base is not None, "a branch begins at a commit"
+        branching.create_branch(store, found.branch, found.base.id)
     with store.begin(found.branch) as txn:
-        expected = found.durable.commit.id if found.durable else None
+        expected = found.base.id if found.base else None
         if (txn.base.id if txn.base else None) != expected:
             raise _moved(plan.store)
         if txn.base is None:

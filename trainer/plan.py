@@ -16,7 +16,7 @@ from trainer.device import Device
 from trainer.errors import InputError
 from trainer.fit import fit, size_of
 from trainer.found import Found
-from trainer.inputs import Inputs, end_of_text_id, open_inputs
+from trainer.inputs import Inputs, end_of_text_id, open_inputs, tokenizer_notes
 from trainer.prefetch import prefetch_of
 from trainer.preflight import shape_of
 from trainer.recipe import Recipe, Settings
@@ -28,6 +28,7 @@ from trainer.recipe_build import (
     idle_notes,
     new_model,
     new_run,
+    refuse_other_model,
     resumed_run,
 )
 from trainer.recipe_options import options_of
@@ -96,7 +97,12 @@ def finished_text(stored: StoredRun, given: Given) -> str | None:
 
 def _plan_new(path: Path, found: Found, given: Given, notes: list[str]) -> Plan:
     data_dir = _need_data_dir(given.get("data_dir"))
-    model = new_model(given, end_of_text_id(data_dir))
+    imported = found.imported
+    if imported is None:
+        model = new_model(given, end_of_text_id(data_dir))
+    else:
+        refuse_other_model(given, imported.model)
+        model = imported.model
     device = Device.from_name(given.get("device", "auto")).name
     inputs = open_inputs(
         data_dir,
@@ -111,7 +117,9 @@ def _plan_new(path: Path, found: Found, given: Given, notes: list[str]) -> Plan:
         end_of_text_id=end_of_text_id(data_dir),
     )
     threads = given.get("threads") or torch.get_num_threads()
-    recipe, settings = new_run(given, facts, device=device, threads=threads)
+    recipe, settings = new_run(given, facts, device=device, threads=threads, model=model)
+    if imported is not None:
+        notes = [*notes, *tokenizer_notes(inputs.tokenizer, imported.tokenizer)]
     return Plan(
         store=path,
         found=found,

@@ -131,15 +131,32 @@ def new_model(given: Given, end_of_text_id: int | None = None) -> ModelConfig:
     return ModelConfig(**values)
 
 
-def new_run(given: Given, data: DataFacts, *, device: str, threads: int) -> tuple[Recipe, Settings]:
-    """Build recipe and settings of a run that begins."""
+def refuse_other_model(given: Given, model: ModelConfig) -> None:
+    """Refuse a flag that would change an imported model."""
+    if "preset" in given:
+        raise InputError(
+            "--preset names a new model, but this store holds an imported one: leave it out"
+        )
+    for name in sorted(fields_of(Scope.MODEL) & given.keys()):
+        value = getattr(model, name)
+        if given[name] != value:
+            raise InputError(
+                f"{flag_of(name)} {given[name]} was given, but the imported model has {value}:"
+                " leave the flag out"
+            )
+
+
+def new_run(
+    given: Given, data: DataFacts, *, device: str, threads: int, model: ModelConfig | None = None
+) -> tuple[Recipe, Settings]:
+    """Build recipe and settings of a run that begins, with an imported `model` or a new one."""
     defaults = PRESET_TRAINING.get(given.get("preset", ""), {})
     chosen = {**defaults, **given}
     training = _training_given(chosen)
     recipe = Recipe(
         **training
         | {
-            "model": new_model(given, data.end_of_text_id),
+            "model": model or new_model(given, data.end_of_text_id),
             "data_digest": data.digest,
             "seq_len": data.seq_len,
             "seed": given.get("seed", 0),

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from shardb import Commit, Transaction
 from shardb.errors import ConflictError
+from trainer.adoption import is_import
 from trainer.ceiling import Ceiling, step_flops
 from trainer.data.batches import batch_at
 from trainer.engine import Engine, StepResult
@@ -36,6 +37,7 @@ from trainer.scalar_writer import ScalarWriter
 from trainer.scaler import scaler_of
 from trainer.signals import StopRequest
 from trainer.skips import SkipReason, Skips, explained
+from trainer.step import ShardTransaction
 from trainer.step_log import StepLog
 from trainer.tiers import Tiers
 from trainer.validation import validation_of
@@ -151,7 +153,11 @@ class Run:
     def _train(self, txn: Transaction, metered: MeteredTransaction, started: float) -> _Trained:
         """Stage the next step of every shard."""
         recipe, step = self.plan.recipe, self.head.step + 1
-        if self.unrecorded.keys() - {"position"}:
+        shards: ShardTransaction = metered
+        if is_import(self.head):
+            shards = self.engine.adopting(metered)
+            write_meta(txn, recipe, None)
+        elif self.unrecorded.keys() - {"position"}:
             write_meta(txn, recipe, None)
         micro_batches = self._micro_batches()
         data_seconds = time.perf_counter() - started
@@ -161,7 +167,7 @@ class Run:
         scaler = scaler_of(recipe, self.cursor.scaler)
         result, guarded = train_guarded(
             self.engine,
-            metered,
+            shards,
             micro_batches,
             step=step,
             learning_rate=rate,
@@ -178,7 +184,7 @@ class Run:
         moved_bytes, best = max(metered.bytes_read, metered.bytes_written), self.cursor.best
         if self._validation is not None and self._validation.is_due(step):
             # Through what is staged: the loss belongs to the commit that holds it.
-            measured, best = self._validation.measure(self.engine, metered, step, best)
+            measured, best = self._validation.measure(self.engine, shards, step, best)
             metrics |= measured
         self.cursor = replace(
             self.cursor.past(recipe.rows_per_step),

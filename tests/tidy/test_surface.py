@@ -41,6 +41,7 @@ CALLS = [
     ["train-data", "inspect"],
     ["train-generate"],
     ["train-report"],
+    ["import-hf"],
     *[["shardb", verb] for verb in VERBS],
 ]
 
@@ -98,7 +99,7 @@ def test_is_a_poor_help_caught() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["train", "train-data", "train-generate", "train-report", "shardb"]
+    "command", ["train", "train-data", "train-generate", "train-report", "shardb", "import-hf"]
 )
 def test_does_help_come_without_loading_torch(repository: Path, command: str) -> None:
     refuse = "sys.modules['torch'] = None"
