@@ -30,16 +30,18 @@ def harmful_batches() -> list[np.ndarray]:
     return [np.random.default_rng(5).permuted(rows)]
 
 
-def shards_after(path: Path, *, is_guarded: bool, sees_it: bool) -> tuple[dict[str, str], Record]:
-    """Train four batches in a real store, the third made harmful; give the last digests."""
+Commits = list[dict[str, str]]
+
+
+def commits_of(path: Path, *, is_guarded: bool, sees_it: bool) -> tuple[Commits, Record]:
+    """Train four batches in a real store, the third made harmful; give every commit's digests."""
     options = EngineOptions(lm_head_chunk_tokens=16, **(GUARD if is_guarded else {}))
     engine = Engine(TINY, options, Device.from_name("cpu"))
     rejected: Record = {}
     with shardb.open(path, create=True) as store:
         with store.begin() as txn:
             engine.initialise(txn, 3)
-            commit = txn.commit(step=0)
-        step = 1
+            commits = [txn.commit(step=0)]
         for number in range(1, 5):
             if number == HARMFUL and not sees_it:
                 continue
@@ -48,21 +50,23 @@ def shards_after(path: Path, *, is_guarded: bool, sees_it: bool) -> tuple[dict[s
             rate = RATE * (100 if is_harmful else 1)
             try:
                 with store.begin() as txn:
+                    step = len(commits)
                     train_guarded(engine, txn, batches, step=step, learning_rate=rate)
-                    commit = txn.commit(step=step)
+                    commits.append(txn.commit(step=step))
             except UpdateRejectedError as error:
                 rejected = dict(error.details)
-                continue
-            step += 1
-        return {name: str(entry.digest) for name, entry in commit.shards.items()}, rejected
+        logged = [each["step"] for each in store.history() if each["kind"] == "commit"]
+        assert logged == [each.step for each in commits]
+    return [{n: str(e.digest) for n, e in each.shards.items()} for each in commits], rejected
 
 
 def test_a_rejected_step_leaves_the_bytes_of_a_run_that_never_saw_it(tmp_path: Path) -> None:
-    never, _ = shards_after(tmp_path / "never", is_guarded=True, sees_it=False)
-    guarded, record = shards_after(tmp_path / "guarded", is_guarded=True, sees_it=True)
-    unguarded, _ = shards_after(tmp_path / "control", is_guarded=False, sees_it=True)
+    never, _ = commits_of(tmp_path / "never", is_guarded=True, sees_it=False)
+    guarded, record = commits_of(tmp_path / "guarded", is_guarded=True, sees_it=True)
+    unguarded, _ = commits_of(tmp_path / "control", is_guarded=False, sees_it=True)
     assert guarded == never
-    assert unguarded != never, "control: the batch did no harm"
+    assert unguarded[:HARMFUL] == never[:HARMFUL]
+    assert unguarded[HARMFUL] != never[HARMFUL], "control: the batch did no harm"
     assert record["attempts"] == len(record["tried"]) == 3
     assert [each["lr_scale"] for each in record["tried"]] == [1.0, 0.9, 0.8]
     assert not record["accepted"]
