@@ -29,6 +29,7 @@ _CHOICES = {
     "weight_decay_scope": ("all", "matrices"),
     "prefetch": ("off", "cpu", "gpu", "secondary-gpu"),
     "activations": ("recompute", "keep"),
+    "activation_placement": ("vram", "host", "spill"),
 }
 _TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -52,6 +53,9 @@ class EngineOptions:
     guarded_step_replay, guard_replay_*: see `trainer.guard`.
     activations: `recompute` keeps each stage's inputs and computes the stage twice; `keep` holds
         everything between forward and backward, as resident training does, and not the parameters.
+    activation_placement: where stages' inputs wait for the backward pass: `vram` is the memory of
+        the device that computes, `host` host memory, `spill` a file; `keep` needs `vram`.
+    pinned_budget_bytes: host memory that may be page-locked; None is no limit.
 
     Raises:
         InputError: a value is outside its range; the message names the flag.
@@ -75,6 +79,8 @@ class EngineOptions:
     prefetch_optimizer_shards: bool = True
     timing_sync_cuda: bool = False
     activations: str = "recompute"
+    activation_placement: str = "vram"
+    pinned_budget_bytes: int | None = None
     global_optimizer_every: int = 0
     global_optimizer_blend: float = 0.25
     global_optimizer_min_scale: float = 0.5
@@ -96,6 +102,12 @@ class EngineOptions:
             "optimizer_state_dtype",
             self.optimizer_state_dtype,
             f"it is for adamw; with --optimizer {self.optimizer} give fp32",
+        )
+        _require(
+            self.activations == "recompute" or self.activation_placement == "vram",
+            "activation_placement",
+            self.activation_placement,
+            "activations that are kept stay where they are computed: give --activations recompute",
         )
         for name in ("beta1", "beta2"):
             value = getattr(self, name)

@@ -28,6 +28,7 @@ class Boundary(Protocol):
     def __setitem__(self, index: int, tensor: Tensor, /) -> None: ...
 
 
+PAGE_BYTES = 4096
 BoundaryMaker = Callable[[], Boundary]
 
 
@@ -85,3 +86,8 @@ class AwayBoundary:
     def __setitem__(self, index: int, tensor: Tensor, /) -> None:
         self._shelf.drop(self._puts[index])
         self._puts[index] = self._shelf.put(tensor)
+
+
+def whole_pages(size: int) -> int:
+    """Give a size in whole pages: what a place takes, for memory is locked and files grow so."""
+    return -(-size // PAGE_BYTES) * PAGE_BYTES

@@ -10,10 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from trainer.device import Device
-from trainer.placement import Put
-
-# Buffers start on a page, and page-locking works on pages.
-PAGE_BYTES = 4096
+from trainer.placement import Put, whole_pages
 
 
 class HostShelf:
@@ -39,7 +36,7 @@ class HostShelf:
         self._free.setdefault(put.place.nbytes, []).append(put.place)
 
     def _buffer(self, size: int) -> Tensor:
-        size = -(-size // PAGE_BYTES) * PAGE_BYTES
+        size = whole_pages(size)
         free = self._free.get(size)
         if free:
             return free.pop()

@@ -25,9 +25,8 @@ from shardb.filesystem import CREATE, EXCLUSIVE, WRITE, FileSystem, RealFileSyst
 from shardb.storage_errors import FULL, storage_errors
 from trainer.budget import in_bytes
 from trainer.device import Device
-from trainer.placement import Put
+from trainer.placement import Put, whole_pages
 
-PAGE_BYTES = 4096
 UNNAMED = getattr(os, "O_TMPFILE", 0)
 # What says that a file system has no files without names, or cannot take space ahead.
 CANNOT = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS)
@@ -58,7 +57,7 @@ class SpillFile:
 
     def write(self, data: memoryview) -> int:
         """Write to a free place; give where it is."""
-        size = _whole_pages(len(data))
+        size = whole_pages(len(data))
         start = self._place(size)
         try:
             with storage_errors(self._files, self._folder, DOING, size):
@@ -80,7 +79,7 @@ class SpillFile:
 
     def drop(self, start: int, size: int) -> None:
         """Let a place be used again."""
-        self._free.setdefault(_whole_pages(size), []).append(start)
+        self._free.setdefault(whole_pages(size), []).append(start)
 
     def close(self) -> None:
         """Give the space back; the file is made again when it is needed."""
@@ -175,7 +174,3 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     """Give a contiguous host tensor's own memory."""
     array: NDArray[np.uint8] = tensor.view(-1).view(torch.uint8).numpy()
     return array.data
-
-
-def _whole_pages(size: int) -> int:
-    return -(-size // PAGE_BYTES) * PAGE_BYTES
