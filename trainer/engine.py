@@ -25,6 +25,7 @@ from trainer.model.initialise import fill_initial
 from trainer.model.stages import LmHead, Stage, build_stages, build_trunk
 from trainer.optimizers.bf16_masters import stored_specs
 from trainer.options import EngineOptions
+from trainer.placement_places import ActivationPlaces
 from trainer.prefetch import prefetch_of
 from trainer.residency import ShardReader, ShardWindow
 from trainer.step import ShardTransaction, StepOrder, StepResult, TrainStep
@@ -40,7 +41,14 @@ Rows = NDArray[np.integer]
 class Engine:
     """Trains and evaluates one model whose parameters live in a store."""
 
-    def __init__(self, config: ModelConfig, options: EngineOptions, device: Device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        options: EngineOptions,
+        device: Device,
+        *,
+        spill_folder: str | None = None,
+    ) -> None:
         self.config = config
         self.options = options
         self.device = device
@@ -52,6 +60,7 @@ class Engine:
             options=options,
             optimizer=options.update_rule(),
             device=device,
+            places=ActivationPlaces(options, device, spill_folder),
         )
 
     def initialise(self, txn: ShardTransaction, seed: int) -> None:

@@ -91,6 +91,7 @@ class TrainStep:
 
     def run(self, batches: Sequence[Tokens]) -> StepResult:
         """Do the whole step on `batches`, which hold at least one label that counts."""
+        self._model.prepare(batches)
         normalised = self._normalisation(batches)
         with self._window:
             gradients = GradientPass(

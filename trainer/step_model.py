@@ -12,8 +12,10 @@ from trainer.device import Device
 from trainer.model.stages import Stage
 from trainer.optimizers.rule import UpdateRule
 from trainer.options import EngineOptions
+from trainer.placement_places import ActivationPlaces
 from trainer.tape import Compute
 from trainer.timing import StepClock
+from trainer.tokens import Tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,10 +28,25 @@ class StepModel:
     options: EngineOptions
     optimizer: UpdateRule
     device: Device
+    places: ActivationPlaces
 
     def compute(self, clock: StepClock) -> Compute:
         """Give where and how stages run, timed by `clock`."""
-        return Compute(device=self.device, dtype=self.options.torch_dtype, clock=clock)
+        return Compute(
+            device=self.device,
+            dtype=self.options.torch_dtype,
+            clock=clock,
+            new_boundary=self.places.new_boundary,
+        )
+
+    def prepare(self, batches: Sequence[Tokens]) -> None:
+        """Take what a step on `batches` needs beside memory, before anything is computed."""
+        self.places.prepare(
+            len(self.trunk),
+            [batch.ids for batch in batches],
+            width=self.head.config.hidden_size,
+            dtype=self.options.torch_dtype,
+        )
 
     def owners(self) -> list[Stage]:
         """Give the stages that own shards, in forward order."""
