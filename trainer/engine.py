@@ -22,7 +22,7 @@ from trainer.evaluate import EvalResult, Evaluator
 from trainer.gradient_pass import GradientPass
 from trainer.model.config import ModelConfig
 from trainer.model.initialise import fill_initial
-from trainer.model.stages import LmHead, Stage, build_stages, build_trunk
+from trainer.model.stages import Stage, build_head, build_stages, build_trunk
 from trainer.optimizers.bf16_masters import stored_specs
 from trainer.options import EngineOptions
 from trainer.placement_places import ActivationPlaces
@@ -55,7 +55,7 @@ class Engine:
         self.stages = build_stages(config)
         self._model = StepModel(
             trunk=build_trunk(config),
-            head=LmHead(config),
+            head=build_head(config),
             tied=config.tied_embeddings,
             options=options,
             optimizer=options.update_rule(),

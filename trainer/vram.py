@@ -22,7 +22,7 @@ from trainer.gradients import GradientSum, taken
 from trainer.head import head_backward
 from trainer.model import layers
 from trainer.model.config import ModelConfig
-from trainer.model.stages import LmHead, Stage, build_trunk
+from trainer.model.stages import Stage, build_head, build_trunk
 from trainer.options import EngineOptions
 from trainer.placement import Boundary
 from trainer.tape import Compute, ReplayTape
@@ -94,7 +94,7 @@ def _ahead_bytes(shape: StepShape) -> int:
     """Parameter shards that were copied ahead to the device."""
     if shape.options.prefetch != "gpu":
         return 0
-    sizes = [_stored_bytes(stage) for stage in (*build_trunk(shape.model), LmHead(shape.model))]
+    sizes = [_stored_bytes(stage) for stage in (*build_trunk(shape.model), build_head(shape.model))]
     return shape.options.prefetch_window * max(sizes)
 
 
@@ -122,7 +122,7 @@ def _walked(shape: StepShape, blocks: int) -> Mapping[str, int]:
         torch.empty(shape.micro_batch_size, shape.seq_len, dtype=torch.int64, device=META)
         for _ in range(shape.accumulation)
     ]
-    walk = _Walk(shape.options, build_trunk(config), LmHead(config))
+    walk = _Walk(shape.options, build_trunk(config), build_head(config))
     with walk.trace, FusedAttention():
         walk.step(ids)
     return walk.trace.peaks

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trainer.model.config import ModelConfig
 from trainer.model.initialise import fill_initial
-from trainer.model.stages import LmHead, Stage, build_stages, build_trunk
+from trainer.model.stages import Stage, build_head, build_stages, build_trunk
 from trainer.options import EngineOptions
 
 MOMENTS = {"exp_avg", "exp_avg_sq", "row_var", "col_var", "variance"}
@@ -43,7 +43,7 @@ class ResidentTrainer:
         self.options = options
         self.dtype = TORCH_DTYPES[options.dtype]
         self.trunk = build_trunk(config)
-        self.head = LmHead(config)
+        self.head = build_head(config)
         self.device = device
         self.params = {
             stage.name: {

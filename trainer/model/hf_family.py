@@ -3,14 +3,36 @@
 Owns every use of transformers by stages: reading a configuration, building the model on `meta`, and
 asking its own code what each layer is handed. Knows nothing of stores or shards. Needs the extra
 `hf`; InputError says so where it is missing.
+
+Nothing of a family is written down here. The backbone runs with its layers replaced by ones that
+note what they are handed, so masks, the kinds of rotary positions and the scale of embeddings are
+whatever the family's own code makes of the configuration. The head runs below a backbone that gives
+back what it was given, so soft caps are the family's own too.
+
+Invariants: no parameter has memory here; each call gets its own from the caller, and may run twice
+with the same bits. One call at a time: a lock guards the borrowed modules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
 from trainer.errors import InputError
+
+# Shapes of inputs for which masks and angles are kept.
+HANDED_MAX = 4
 
 
 def filled_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -23,12 +45,185 @@ def read_config(config: Mapping[str, Any]) -> Any:
     values = {key: value for key, value in config.items() if key != "model_type"}
     auto = _transformers().AutoConfig
     try:
-        return auto.for_model(config["model_type"], **values)
+        return auto.for_model(config["model_type"], **copy.deepcopy(values))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(
             f"transformers cannot read this {config['model_type']} configuration ({error}): mend"
             " config.json"
         ) from error
+
+
+@lru_cache(maxsize=4)
+def hf_model(hf_config: str) -> HfModel:
+    """Give the model of a configuration as JSON; it is built once."""
+    return HfModel(json.loads(hf_config))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Handed:
+    """What the backbone hands a layer beside the hidden states."""
+
+    args: tuple[Any, ...]
+    named: Mapping[str, Any]
+
+
+class HfModel:
+    """The parts of one model: embeddings, layers, the final norm and the head."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = read_config(config)
+        with torch.device("meta"):
+            model = _transformers().AutoModelForCausalLM.from_config(self.config)
+        model.eval().requires_grad_(False)
+        self._backbone = backbone = getattr(model, model.base_model_prefix)
+        self.layers: list[nn.Module] = list(backbone.layers)
+        self.norm_name = "norm" if hasattr(backbone, "norm") else "final_layernorm"
+        self.norm: nn.Module = getattr(backbone, self.norm_name)
+        self.embeddings: nn.Module = backbone.embed_tokens
+        self.head: nn.Module = model.lm_head
+        _fill_tables(backbone)
+        self._notes = [_NotingLayer() for _ in self.layers]
+        for index, layer in enumerate(self.layers):
+            # Some backbones ask a layer for its kind.
+            self._notes[index].attention_type = getattr(layer, "attention_type", None)
+        backbone.layers = nn.ModuleList(self._notes)
+        setattr(backbone, self.norm_name, nn.Identity())
+        setattr(model, model.base_model_prefix, _Echo())
+        self._model = model
+        self._lock = threading.Lock()
+        self._handed: OrderedDict[Any, list[Handed]] = OrderedDict()
+
+    def embed(self, weights: Mapping[str, Tensor], ids_BT: Tensor) -> Tensor:
+        """Give what the first layer is handed for token ids: [B, T, D]."""
+        named = {f"embed_tokens.{name}": tensor for name, tensor in weights.items()}
+        with self._lock, self._tables_on(ids_BT.device):
+            functional_call(self._backbone, named, kwargs={"input_ids": ids_BT, **_PLAIN})
+            return self._notes[0].take()[0]
+
+    def run_layer(self, index: int, weights: Mapping[str, Tensor], x_BTD: Tensor) -> Tensor:
+        """Compute one layer: [B, T, D] to [B, T, D]."""
+        with self._lock:
+            handed = self._handed_to(x_BTD)[index]
+            output = functional_call(
+                self.layers[index], dict(weights), (x_BTD, *handed.args), dict(handed.named)
+            )
+        result: Tensor = output[0] if isinstance(output, tuple) else output
+        return result
+
+    def run_norm(self, weights: Mapping[str, Tensor], x_BTD: Tensor) -> Tensor:
+        """Compute the norm after the last layer."""
+        with self._lock:
+            result: Tensor = functional_call(self.norm, dict(weights), (x_BTD,))
+        return result
+
+    def run_head(self, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """Score every vocabulary entry: [..., D] to [..., V]."""
+        named = {f"lm_head.{name}": tensor for name, tensor in weights.items()}
+        x_BTD = x if x.dim() == 3 else x[None]
+        with self._lock:
+            output = functional_call(
+                self._model, named, kwargs={"inputs_embeds": x_BTD, "use_cache": False}
+            )
+        logits: Tensor = output.logits
+        return logits if x.dim() == 3 else logits[0]
+
+    def _handed_to(self, x_BTD: Tensor) -> list[Handed]:
+        """Ask the backbone what it hands each layer for an input of this form."""
+        key = (tuple(x_BTD.shape), x_BTD.dtype, x_BTD.device)
+        found = self._handed.get(key)
+        if found is None:
+            with torch.no_grad(), self._tables_on(x_BTD.device):
+                self._backbone(inputs_embeds=x_BTD.detach(), **_PLAIN)
+            noted = [note.take() for note in self._notes]
+            found = [Handed(args=args, named=named) for _, args, named in noted]
+            self._handed[key] = found
+            if len(self._handed) > HANDED_MAX:
+                self._handed.popitem(last=False)
+        return found
+
+    @contextmanager
+    def _tables_on(self, device: torch.device) -> Iterator[None]:
+        """Give the backbone fresh tables on a device: some kinds change theirs while they run."""
+        kept = {name: buffer.clone() for name, buffer in self._backbone.named_buffers()}
+        attributes = _rotary_states(self._backbone)
+        _put_tables(self._backbone, {name: buffer.to(device) for name, buffer in kept.items()})
+        try:
+            yield
+        finally:
+            _put_tables(self._backbone, kept)
+            for module, state in attributes:
+                module.__dict__.update(state)
+
+
+_PLAIN = {"use_cache": False}
+
+
+class _NotingLayer(nn.Module):
+    """Stands in a backbone for a layer, and notes what it is handed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_type: Any = None
+        self._noted: tuple[Tensor, tuple[Any, ...], dict[str, Any]] | None = None
+
+    def forward(self, hidden_states: Tensor, *args: Any, **named: Any) -> Tensor:
+        self._noted = (hidden_states, args, named)
+        return hidden_states
+
+    def take(self) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
+        """Give what was noted, and hold it no longer."""
+        assert self._noted is not None, "the backbone passes every layer"
+        noted, self._noted = self._noted, None
+        return noted
+
+
+class _Echo(nn.Module):
+    """Stands in a model for its backbone, and gives back what it was given."""
+
+    def forward(self, *_args: Any, inputs_embeds: Tensor, **_named: Any) -> Any:
+        output = _transformers().modeling_outputs.BaseModelOutputWithPast
+        return output(last_hidden_state=inputs_embeds)
+
+
+def _fill_tables(backbone: nn.Module) -> None:
+    """Give content to what is no parameter: angles and scales, which follow from the config."""
+    for name, module in list(backbone.named_modules()):
+        tables = dict(module.named_buffers(recurse=False))
+        if not tables or name.startswith("layers."):
+            continue
+        if "embed_scale" in tables:
+            scale = getattr(module, "scalar_embed_scale", None)
+            width = module.embedding_dim
+            assert isinstance(width, int)
+            module.embed_scale = torch.tensor(width**0.5 if scale is None else scale)
+        elif hasattr(module, "config"):
+            made = type(module)(config=module.config)
+            for table, buffer in made.named_buffers():
+                setattr(module, table, buffer)
+    empty = [name for name, buffer in backbone.named_buffers() if buffer.is_meta]
+    if empty:
+        raise InputError(
+            f"this version of transformers keeps tables that are not known here ({empty[0]}): use"
+            " another version, 5.0 or later"
+        )
+
+
+def _put_tables(backbone: nn.Module, tables: Mapping[str, Tensor]) -> None:
+    for name, buffer in tables.items():
+        path, _, last = name.rpartition(".")
+        setattr(backbone.get_submodule(path), last, buffer)
+
+
+def _rotary_states(backbone: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """Give the plain attributes of modules with tables, to be put back."""
+    return [
+        (
+            module,
+            {k: v for k, v in vars(module).items() if isinstance(v, int | float | bool | str)},
+        )
+        for module in backbone.modules()
+        if dict(module.named_buffers(recurse=False))
+    ]
 
 
 def _transformers() -> Any:

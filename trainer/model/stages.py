@@ -201,14 +201,27 @@ class LmHead(Stage):
 
 def build_trunk(config: ModelConfig) -> list[Stage]:
     """Give every stage before the head, in forward order."""
+    if config.hf_config:
+        from trainer.model.hf_stages import hf_trunk  # transformers is an extra, and slow to load
+
+        return hf_trunk(config)
     blocks = [Block(config, index) for index in range(config.num_layers)]
     return [Embeddings(config), *blocks, FinalNorm(config)]
+
+
+def build_head(config: ModelConfig) -> Stage:
+    """Give the head; tied, it carries the embeddings' name."""
+    if config.hf_config:
+        from trainer.model.hf_stages import HfHead
+
+        return HfHead(config)
+    return LmHead(config)
 
 
 def build_stages(config: ModelConfig) -> list[Stage]:
     """Give every stage that owns shards, in forward order: a tied head owns none."""
     trunk = build_trunk(config)
-    return trunk if config.tied_embeddings else [*trunk, LmHead(config)]
+    return trunk if config.tied_embeddings else [*trunk, build_head(config)]
 
 
 def parameter_count(config: ModelConfig) -> int:
