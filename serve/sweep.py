@@ -1,0 +1,87 @@
+"""One sweep: every running request passes stage 0, 1, … together with the others.
+
+Owns the order of a sweep over several models at once. Knows nothing of queues or pages. Invariants:
+a stage that two models have in common is brought in once; an error in a stage ends the requests of
+that model alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from serve.decoder import Decoder
+from serve.jobs import Job
+from serve.kv_cache import PagedCache
+from serve.residency import StageShelf
+from serve.sweep_batch import SweepBatch
+from serve.weights import StagePlace
+from shardb.errors import ShardbError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """What one request does in a sweep: `count` tokens of its text, then guesses."""
+
+    job: Job
+    count: int
+    guesses: Sequence[int]
+    logit_rows: int
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelGroup:
+    """The requests of one commit in a sweep; `hidden` goes from stage to stage."""
+
+    places: Sequence[StagePlace]
+    parts: Sequence[Part]
+    batch: SweepBatch
+    cache: PagedCache
+    hidden: Tensor | None = None
+    error: ShardbError | None = field(default=None)
+
+
+def run_sweep(groups: Sequence[ModelGroup], shelf: StageShelf, decoder: Decoder) -> None:
+    """Take every group to its logits, which `hidden` then holds, or to its `error`."""
+    shelf.begin_sweep(_order(groups), after=[group.places[0] for group in groups])
+    for index in range(max(len(group.places) for group in groups)):
+        for group in groups:
+            if index < len(group.places) and group.error is None:
+                _run_stage(group, group.places[index], shelf, decoder)
+
+
+def _order(groups: Sequence[ModelGroup]) -> list[StagePlace]:
+    longest = max(len(group.places) for group in groups)
+    return [
+        group.places[index]
+        for index in range(longest)
+        for group in groups
+        if index < len(group.places)
+    ]
+
+
+def _run_stage(group: ModelGroup, place: StagePlace, shelf: StageShelf, decoder: Decoder) -> None:
+    if place.key.role == "head" and not group.batch.logit_index.numel():
+        group.hidden = None
+        return
+    try:
+        weights = shelf.take(place)
+        group.hidden = decoder.run(
+            place.key.role,
+            place.index - 1,
+            weights,
+            group.hidden,
+            group.batch,
+            place.pinned.config,
+            group.cache,
+        )
+    except ShardbError as error:
+        group.error = error
+    except RuntimeError as error:
+        # torch's own: out of memory, above all.
+        group.error = ShardbError(
+            f"computing {place.shard} of step {place.pinned.commit.step} failed: {error}; give"
+            " smaller --max-resident-bytes or --kv-cache-bytes"
+        )

@@ -1,0 +1,108 @@
+"""A stage's parameters as the sweep computes with them.
+
+Owns the names of stages and the three roles that a shard has: a table that is looked up, a block, a
+head. Knows nothing of when they are brought in. Invariant: parameters that stay resident are a copy
+of their own, which neither the store's files nor its leases touch any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from serve.pinned import PinnedModel
+from shardb.errors import UsageError
+from trainer.device import Device
+from trainer.model.config import ModelConfig
+from trainer.model.stages import LmHead, build_trunk
+
+Role = Literal["table", "block", "norm", "head"]
+Weights = Mapping[str, Tensor]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageKey:
+    """One stage of any commit: equal digests in equal roles are equal weights."""
+
+    digest: str
+    role: Role
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagePlace:
+    """A stage of one model: where it is read from and what it is."""
+
+    pinned: PinnedModel
+    shard: str
+    key: StageKey
+    index: int
+
+
+def stage_places(pinned: PinnedModel) -> list[StagePlace]:
+    """Give every stage of a model in forward order, the head last.
+
+    Raises:
+        UsageError: the commit has no such shards, so its model is of another kind.
+    """
+    stages = [*build_trunk(pinned.config), LmHead(pinned.config)]
+    places = []
+    for index, stage in enumerate(stages):
+        shard = f"params/{stage.name}"
+        if shard not in pinned.commit.shards:
+            raise UsageError(
+                f"step {pinned.commit.step} has no shard {shard}: its model is not one of this"
+                " project's own geometry, and cannot be served"
+            )
+        key = StageKey(digest=pinned.digest(shard), role=_role(index, len(stages)))
+        places.append(StagePlace(pinned=pinned, shard=shard, key=key, index=index))
+    return places
+
+
+def bring_weights(place: StagePlace, device: Device, dtype: torch.dtype, *, keep: bool) -> Weights:
+    """Read and check a stage; with `keep` as a copy of its own.
+
+    Without it they may be the store's mapped file, good while the commit is leased. A table stays
+    as stored: its rows are rounded when they are looked up.
+
+    Raises:
+        CorruptionError: its bytes are not those that were committed.
+    """
+    view = place.pinned.read(place.shard)
+    wanted = None if place.key.role == "table" else dtype
+    weights = device.bring_in(view, wanted)
+    if keep and device.is_host:
+        stored = view.image
+        start, end = stored.ctypes.data, stored.ctypes.data + len(stored)
+        return {
+            name: tensor.clone() if start <= tensor.data_ptr() < end else tensor
+            for name, tensor in weights.items()
+        }
+    return weights
+
+
+def kept_bytes(place: StagePlace, config: ModelConfig, dtype: torch.dtype) -> int:
+    """Give the memory that a stage takes when it stays."""
+    stage = [*build_trunk(config), LmHead(config)][place.index]
+    values = sum(spec.bytes // 4 for spec in stage.specs.values())
+    if place.key.role == "table":
+        return place.pinned.size_bytes(place.shard)
+    return values * dtype.itemsize
+
+
+def weights_bytes(weights: Weights) -> int:
+    """Give the memory of a stage's parameters."""
+    return sum(tensor.nbytes for tensor in weights.values())
+
+
+def _role(index: int, count: int) -> Role:
+    if index == 0:
+        return "table"
+    if index == count - 1:
+        return "head"
+    return "norm" if index == count - 2 else "block"
