@@ -35,6 +35,7 @@ VERBS = [
     *["branch", "branches", "rewind", "rm", "policy", "cat", "diff", "repair"],
 ]
 CALLS = [
+    ["serve"],
     ["train"],
     ["train-data"],
     ["train-data", "prepare"],
@@ -42,6 +43,7 @@ CALLS = [
     ["train-generate"],
     ["train-report"],
     ["import-hf"],
+    ["export-hf"],
     *[["shardb", verb] for verb in VERBS],
 ]
 
@@ -99,7 +101,8 @@ def test_is_a_poor_help_caught() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["train", "train-data", "train-generate", "train-report", "shardb", "import-hf"]
+    "command",
+    ["train", "train-data", "train-generate", "train-report", "shardb", "import-hf", "export-hf"],
 )
 def test_does_help_come_without_loading_torch(repository: Path, command: str) -> None:
     refuse = "sys.modules['torch'] = None"

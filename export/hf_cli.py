@@ -1,0 +1,124 @@
+"""The command `export-hf`: a commit as a package that transformers, vLLM and their kin load.
+
+Owns the command line and what is printed.
+"""
+
+from __future__ import annotations
+
+import json as json_text
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from export.package_sizes import in_bytes, parse_bytes
+from trainer.command_cli import answer, let_waiting_threads_sleep, new_app
+from trainer.errors import InputError
+
+if TYPE_CHECKING:
+    from export.hf_export import ExportReport
+
+DTYPES = ("fp32", "bf16", "fp16")
+HELP = """Export a commit of a store as a Hugging Face package.
+
+\b
+Examples:
+  export-hf run --out package
+  export-hf run --ref step-3000 --out package --dtype bf16 --overwrite
+  export-hf run --average step-2800,step-2900,step-3000 --out mean
+  export-hf run --out package --reference-logits package.npz
+
+The commit is leased, so a live trainer may go on. Weights are streamed: memory is that of the
+largest shard. A fresh offline process then loads the package (with transformers where that is
+installed: extra hf) and must give the store's logits; else nothing is published. The package is
+built beside its folder and renamed, whole or not at all. An interrupt leaves nothing behind; what a
+kill leaves, the next export to the same folder removes.
+"""
+
+
+def main() -> None:
+    """Run the command and exit."""
+    let_waiting_threads_sleep()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        sys.exit(answer(new_app(command, HELP), sys.argv[1:], "export-hf"))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def command(
+    store: Annotated[str, typer.Argument(help="The run's store.")],
+    out: Annotated[Path, typer.Option(help="The package's folder.")],
+    ref: Annotated[str | None, typer.Option(help="Which commit; the newest one else.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="fp32, bf16 or fp16; as imported, else fp32.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Folder of a tokenizer.json; the store's own else.")
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = "5GB",
+    overwrite: Annotated[bool, typer.Option(help="Replace the package at --out.")] = False,
+    average: Annotated[
+        str | None, typer.Option(help="REF,REF…: the mean of these commits' weights.")
+    ] = None,
+    reference_logits: Annotated[
+        Path | None, typer.Option(help="Also write ids and fp32 logits to this .npz file.")
+    ] = None,
+    chat_template: Annotated[Path | None, typer.Option(help="A Jinja file.")] = None,
+    allow_padded_vocabulary: Annotated[
+        bool, typer.Option(help="The model may have more ids than the tokenizer.")
+    ] = False,
+    allow_network: Annotated[bool, typer.Option(help="Read from a network file system.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> int:
+    """Export and say what was made."""
+    if dtype is not None and dtype not in DTYPES:
+        raise InputError(f"--dtype is {dtype!r}: choose from {', '.join(DTYPES)}")
+    max_file_bytes = parse_bytes(max_shard_size, "--max-shard-size")
+    # torch takes seconds, and help should not.
+    from export.hf_export import export_package
+    from export.hf_plan import ExportRequest
+
+    report = export_package(
+        ExportRequest(
+            store=store,
+            out=out,
+            ref=ref,
+            average=tuple(filter(None, average.split(","))) if average is not None else (),
+            dtype=dtype,
+            tokenizer=tokenizer,
+            max_file_bytes=max_file_bytes,
+            overwrite=overwrite,
+            reference_logits=reference_logits,
+            chat_template=chat_template,
+            allow_padded_vocabulary=allow_padded_vocabulary,
+            allow_network=allow_network,
+        )
+    )
+    print(json_text.dumps(report.to_json()) if json else _text(report))
+    return 0
+
+
+def _text(report: ExportReport) -> str:
+    from export.model_card import check_text
+
+    files = f"{len(report.files)} files" if len(report.files) > 1 else report.files[0]
+    size, peak = in_bytes(report.model_bytes), in_bytes(report.peak_memory_bytes)
+    checking = in_bytes(report.check_peak_memory_bytes)
+    lines = [
+        f"{report.out}: step {report.step:,} in {report.dtype}, {size} of weights in {files}",
+        f"  {check_text(report.check)}",
+        f"  peak memory {peak} for a model of {size}; {checking} in the process of the check",
+    ]
+    if report.rounded_to_zero:
+        lines.append(f"  {report.rounded_to_zero:,} weights are too small for it and became 0")
+    if report.check.not_checked:
+        lines.append(f"  not checked: {report.check.not_checked}")
+    notes = (*report.notes, *report.check.disagreements)
+    return "\n".join([*lines, *(f"  note: {note}" for note in notes)])
+
+
+if __name__ == "__main__":
+    main()

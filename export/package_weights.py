@@ -1,0 +1,90 @@
+"""Weights as an export reads them: one leased commit, or the mean of several, a shard at a time.
+
+Owns opening the commits that a command names and the check that they are of one model. Knows
+nothing of package formats. Invariant: nothing of a shard is kept here after the caller let go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor
+
+import shardb
+from export.average import mean_of
+from export.source_package import SourcePackage, read_source
+from shardb import Commit, ReadView, Store, TensorSpec, torch_adaptor
+from trainer.errors import InputError
+from trainer.model.config import ModelConfig
+from trainer.model.stored import read_model
+
+# Objects are mapped, not cached; only packed ones are unpacked into memory.
+CACHE_BYTES = 1 << 26
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weights:
+    """The weights of a model; `views` has one commit, or those whose mean is meant."""
+
+    store: Store
+    views: tuple[ReadView, ...]
+    model: ModelConfig
+    source: SourcePackage | None
+
+    @property
+    def commits(self) -> tuple[Commit, ...]:
+        """Give the commits, in the order named."""
+        return tuple(view.commit for view in self.views)
+
+    @property
+    def commit(self) -> Commit:
+        """Give the commit that names the package: the last one of a mean."""
+        return self.views[-1].commit
+
+    @property
+    def view(self) -> ReadView:
+        """Give the view that everything but weights is read from."""
+        return self.views[-1]
+
+    def read(self, shard: str) -> Mapping[str, Tensor]:
+        """Give the shard's tensors; the store's own memory where it is one commit."""
+        each = [torch_adaptor.tensors(view.read(shard)) for view in self.views]
+        if len(each) == 1:
+            return each[0]
+        return {name: mean_of([tensors[name] for tensors in each]) for name in each[0]}
+
+    def specs(self, shard: str) -> Mapping[str, TensorSpec]:
+        """Give the shapes and stored dtypes of a shard's tensors."""
+        return self.view.read(shard).specs
+
+    def objects(self, shard: str) -> list[str]:
+        """Give the digests of the objects that a shard's values came from."""
+        return [view.commit.shards[shard].digest for view in self.views]
+
+
+@contextmanager
+def open_weights(
+    path: str, *, ref: str | None, average: Sequence[str] = (), allow_network: bool = False
+) -> Iterator[Weights]:
+    """Lease the commits for a block; NotFoundError or InputError where a name means nothing."""
+    if average and ref is not None:
+        raise InputError("--average names the commits itself: leave out --ref")
+    if len(average) == 1:
+        raise InputError("--average needs two commits or more: for one give --ref")
+    with ExitStack() as stack:
+        store = stack.enter_context(
+            shardb.open(path, cache_bytes=CACHE_BYTES, allow_network=allow_network)
+        )
+        refs: Sequence[str | None] = average or [ref]
+        views = tuple(stack.enter_context(store.at(ref=each)) for each in refs)
+        models = [read_model(view) for view in views]
+        sources = [read_source(view) for view in views]
+        for name, model, source in zip(refs, models, sources, strict=True):
+            if model != models[-1] or source != sources[-1]:
+                raise InputError(
+                    f"--average: {name} is of another model than {refs[-1]}: the mean of different"
+                    " geometries is none"
+                )
+        yield Weights(store=store, views=views, model=models[-1], source=sources[-1])

@@ -1,0 +1,205 @@
+"""Does a package give the store's logits? Asked of a fresh, offline process.
+
+Owns the bounds, the process that loads the package, and the verdict. Knows nothing of how either
+side computes. `compare` serves any package, whoever wrote it.
+
+At one dtype the bits are equal where the loader's kernels are ours: transformers with its `sdpa`
+attention on a CPU calls the same matrix products, norms and attention in the same order. The bounds
+below are for other kernels; a package of another model is far beyond them.
+
+Shapes: T positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardb.errors import ShardbError
+
+# Largest allowed difference, as a part of the largest logit (at least 1).
+BOUNDS: Mapping[str, float] = MappingProxyType({"float32": 1e-4, "float16": 1e-2, "bfloat16": 6e-2})
+BY_TRANSFORMERS = "transformers"
+BY_STAGES = "stages"
+LOADERS = (BY_TRANSFORMERS, BY_STAGES)
+TAIL_CHARACTERS = 2000
+
+
+class VerificationError(ShardbError):
+    """The package is not the store's model; nothing was published."""
+
+    kind = "package_differs"
+    exit_code = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """How far a package's logits are from the store's, at one dtype."""
+
+    positions: int
+    difference_max: float
+    bound: float
+    bit_equal: bool
+
+    @property
+    def holds(self) -> bool:
+        """Say whether the difference is within the dtype's bound."""
+        return self.difference_max <= self.bound
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loaded:
+    """What a fresh process found: logits [T, V] in fp32, versions, and faults it can name.
+
+    disagreements: between tokenizer and configuration.
+    """
+
+    loader: str
+    logits_TV: Tensor
+    versions: Mapping[str, str]
+    faults: Sequence[str] = field(default=())
+    disagreements: Sequence[str] = field(default=())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """The outcome of checking a package, for card and manifest.
+
+    rounding_max: the largest difference to the store's fp32 logits: what the dtype costs.
+    not_checked: what nobody looked at, and why. disagreements: an import's own, between its
+    tokenizer and its configuration.
+    """
+
+    loader: str
+    versions: Mapping[str, str]
+    dtype: str
+    positions: int
+    difference_max: float
+    bit_equal: bool
+    rounding_max: float
+    not_checked: str = ""
+    disagreements: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Give every field by name."""
+        return {**asdict(self), "versions": dict(self.versions)}
+
+
+# Folder, ids [T], loader, and for the loader `stages` where each tensor goes.
+Load = Callable[[Path, Tensor, str, Any], Loaded]
+
+
+def compare(ours_TV: Tensor, theirs_TV: Tensor, dtype: str) -> Verdict:
+    """Compare logits that were computed at `dtype`; a NaN is a difference without end."""
+    if ours_TV.shape != theirs_TV.shape:
+        raise VerificationError(
+            f"the package gives logits {list(theirs_TV.shape)}, the store {list(ours_TV.shape)}"
+        )
+    difference = (ours_TV.double() - theirs_TV.double()).abs()
+    largest = float(torch.nan_to_num(difference, nan=torch.inf).max())
+    return Verdict(
+        positions=len(ours_TV),
+        difference_max=largest,
+        bound=BOUNDS[dtype] * max(1.0, float(ours_TV.abs().max())),
+        bit_equal=bool(torch.equal(ours_TV, theirs_TV)),
+    )
+
+
+def check_verdict(verdict: Verdict, loaded: Loaded, dtype: str) -> None:
+    """Raise VerificationError for faults of loading, and for a difference beyond the bound."""
+    if loaded.faults:
+        told = "; ".join(loaded.faults)
+        raise VerificationError(f"loaded by {loaded.loader}, the package has faults: {told}")
+    if not verdict.holds:
+        raise VerificationError(
+            f"loaded by {loaded.loader}, the package is another model than the store: over"
+            f" {verdict.positions} positions logits differ by up to {verdict.difference_max:.3g},"
+            f" {dtype} allows {verdict.bound:.3g}"
+        )
+
+
+def choose_loader(package_bytes: int) -> tuple[str, str]:
+    """Give the loader that can be had here, and what is then not checked (empty: nothing)."""
+    if importlib.util.find_spec("transformers") is None:
+        return BY_STAGES, (
+            "transformers is not installed, so nothing but this project's own stages loaded the"
+            " package: pip install 'shardb[hf]'"
+        )
+    free = available_bytes()
+    if package_bytes * 5 // 4 > free:
+        return BY_STAGES, (
+            f"transformers holds all {package_bytes:,} bytes at once and {free:,} are free, so"
+            " this project's own stages loaded the package, one at a time"
+        )
+    return BY_TRANSFORMERS, ""
+
+
+def available_bytes() -> int:
+    """Give the memory that can be had without swapping; see proc_meminfo(5)."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def load_afresh(folder: Path, ids_T: Tensor, loader: str, plan: Any = None) -> Loaded:
+    """Load a package in a process of its own, without network, and give its logits.
+
+    plan: for the loader `stages`, the model and where each tensor goes, as JSON can hold them.
+    """
+    with tempfile.TemporaryDirectory(prefix="export-check-") as name:
+        exchange = Path(name)
+        np.save(exchange / "ids.npy", ids_T.numpy())
+        (exchange / "plan.json").write_text(json.dumps(plan))
+        command = [sys.executable, "-m", "export.verify_cli", str(folder), str(exchange), loader]
+        answer = subprocess.run(
+            [*command, str(torch.get_num_threads())],
+            env=_offline_environment(),
+            cwd=exchange,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if answer.returncode != 0:
+            said = answer.stderr.strip()[-TAIL_CHARACTERS:]
+            raise VerificationError(
+                f"a fresh process with {loader} cannot load the package (exit code"
+                f" {answer.returncode}): {said}"
+            )
+        facts = json.loads((exchange / "facts.json").read_text())
+        logits = torch.from_numpy(np.load(exchange / "logits.npy"))
+    return Loaded(
+        loader=loader,
+        logits_TV=logits,
+        versions=facts["versions"],
+        faults=facts["faults"],
+        disagreements=facts["disagreements"],
+    )
+
+
+def _offline_environment() -> dict[str, str]:
+    sources = str(Path(__file__).resolve().parent.parent)
+    paths = [sources, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TOKENIZERS_PARALLELISM": "false",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
