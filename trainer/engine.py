@@ -25,6 +25,9 @@ from trainer.model.initialise import fill_initial
 from trainer.model.stages import Stage, build_head, build_stages, build_trunk
 from trainer.optimizers.bf16_masters import stored_specs
 from trainer.options import EngineOptions
+from trainer.pipeline.feeding import UnknownLayoutError
+from trainer.pipeline.pipeline import Pipeline, PipelineSettings, is_supported
+from trainer.pipeline.step import PipelineStep
 from trainer.placement_places import ActivationPlaces
 from trainer.prefetch import prefetch_of
 from trainer.residency import ShardReader, ShardWindow
@@ -62,6 +65,23 @@ class Engine:
             device=device,
             places=ActivationPlaces(options, device, spill_folder),
         )
+        self.pipeline: Pipeline | None = None
+
+    def use_pipeline(self, settings: PipelineSettings) -> None:
+        """Train through a pipeline from here on, where these options allow it; `close` ends it."""
+        if self.pipeline is None and is_supported(self.options):
+            self.pipeline = Pipeline(self._model, settings)
+
+    @property
+    def pipeline_steps(self) -> int:
+        """How many steps went through the pipeline."""
+        return 0 if self.pipeline is None else self.pipeline.steps_done
+
+    def close(self) -> None:
+        """Let go of the device and of what belongs to the stores; do it before they are closed."""
+        if self.pipeline is not None:
+            self.pipeline.close()
+            self.pipeline = None
 
     def initialise(self, txn: ShardTransaction, seed: int) -> None:
         """Stage first parameters and zero optimizer state for every stage."""
@@ -122,7 +142,25 @@ class Engine:
             loss_scale=loss_scale,
             grad_norm_scale=grad_norm_scale,
         )
-        return TrainStep(self._model, txn, order).run(self._tokens(micro_batches))
+        batches = self._tokens(micro_batches)
+        return self._through_pipeline(txn, order, batches) or TrainStep(
+            self._model, txn, order
+        ).run(batches)
+
+    def _through_pipeline(
+        self, txn: ShardTransaction, order: StepOrder, batches: list[Tokens]
+    ) -> StepResult | None:
+        """Take a step through the pipeline; None where the plain way has to do it.
+
+        The plain way also does again what came out not finite: it knows the words for it.
+        """
+        plain = order.loss_scale != 1.0 or self.options.normaliser.is_due(order.step)
+        if self.pipeline is None or plain:
+            return None
+        try:
+            return PipelineStep(self.pipeline, txn, order).run(batches)
+        except UnknownLayoutError:
+            return None
 
     def discard_step(self, txn: ShardTransaction) -> None:
         """Drop what a step staged, so that the same transaction can try again."""

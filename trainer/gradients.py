@@ -28,6 +28,29 @@ class GradientSum:
                 ).contiguous()
 
 
+class PlacedSum(GradientSum):
+    """The same sum in tensors that are there already; the first terms are written, not added."""
+
+    def __init__(self, gradients: dict[str, Tensor]) -> None:
+        super().__init__(gradients)
+        self._terms = 0
+        self._is_half = True
+
+    def add(self, terms: Mapping[str, Tensor]) -> None:
+        """Add one micro-batch's gradients."""
+        if self._terms == 0:
+            torch._foreach_copy_([self.gradients[name] for name in terms], list(terms.values()))
+        else:
+            super().add(terms)
+        self._terms += 1
+        self._is_half &= all(term.dtype == torch.bfloat16 for term in terms.values())
+
+    @property
+    def fits_half(self) -> bool:
+        """Say whether bf16 holds the sum exactly: it is one term, and that was bf16."""
+        return self._terms == 1 and self._is_half
+
+
 def taken(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
     """Give what `gradients` holds and empty it, so that whoever takes it is the only holder."""
     found = dict(gradients)

@@ -42,14 +42,15 @@ def head_backward(
     chunk_tokens: int,
     loss_scale: float = 1.0,
     into: Boundary | None = None,
+    total: GradientSum | None = None,
 ) -> HeadGradients:
     """Give the loss and the gradients of (loss_scale * loss sum / valid_tokens), chunk by chunk.
 
     hidden: [B, T, D] and labels: [B, T] a micro-batch; chunks never span two micro-batches.
-    into: where the gradients of `hidden` are put.
+    into: where the gradients of `hidden` are put; total: what the weight's are added to.
     """
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
-    total = GradientSum()
+    total = total if total is not None else GradientSum()
     loss_sum = torch.zeros((), dtype=torch.float64, device=labels[0].device)
     # 1/n as an fp32 quotient is what autograd itself would send back through a division by n.
     seed = torch.full((), loss_scale, device=labels[0].device) / valid_tokens

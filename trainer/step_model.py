@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainer.device import Device
+from trainer.model.compiled import CompiledBlocks
 from trainer.model.stages import Stage
 from trainer.optimizers.rule import UpdateRule
 from trainer.options import EngineOptions
@@ -29,6 +30,7 @@ class StepModel:
     optimizer: UpdateRule
     device: Device
     places: ActivationPlaces
+    blocks: CompiledBlocks | None = None
 
     def compute(self, clock: StepClock) -> Compute:
         """Give where and how stages run, timed by `clock`."""
@@ -37,6 +39,7 @@ class StepModel:
             dtype=self.options.torch_dtype,
             clock=clock,
             new_boundary=self.places.new_boundary,
+            blocks=self.blocks,
         )
 
     def prepare(self, batches: Sequence[Tokens]) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from trainer.device import Device
 from trainer.gradients import GradientSum
-from trainer.model.stages import Stage
+from trainer.model.compiled import CompiledBlocks
+from trainer.model.stages import Block, Stage
 from trainer.placement import Boundary, BoundaryMaker
 from trainer.timing import StepClock
 
@@ -30,9 +31,12 @@ class Compute:
     dtype: torch.dtype
     clock: StepClock
     new_boundary: BoundaryMaker = list
+    blocks: CompiledBlocks | None = None
 
     def run(self, stage: Stage, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Compute one stage and give its output in the compute dtype."""
+        if self.blocks is not None and isinstance(stage, Block):
+            return self.blocks.run(stage, params, x).to(self.dtype)
         return stage.forward(params, x).to(self.dtype)
 
 

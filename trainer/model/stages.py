@@ -108,8 +108,27 @@ class Block(Stage):
         }
 
     def forward(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return self.forward_turned(params, x, self.angles(x))
+
+    def angles(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Give the rotary tables [T, K] for an input of this shape and dtype."""
+        config = self.config
+        return layers.rotary_angles(
+            x_BTD.shape[1],
+            config.head_dim,
+            config.rope_theta,
+            x_BTD.dtype,
+            x_BTD.device,
+            config.rope_scaling,
+        )
+
+    def forward_turned(
+        self, params: Mapping[str, Tensor], x: Tensor, angles: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """Compute `forward` with given rotary tables: arithmetic on tensors alone."""
         eps = self.config.rms_norm_eps
-        x = x + self._attention(params, layers.rms_norm(x, params["input_layernorm.weight"], eps))
+        normed = layers.rms_norm(x, params["input_layernorm.weight"], eps)
+        x = x + self._attention(params, normed, angles)
         return x + layers.swiglu(
             layers.rms_norm(x, params["post_attention_layernorm.weight"], eps),
             params["mlp.gate_proj.weight"],
@@ -133,17 +152,11 @@ class Block(Stage):
             found["self_attn.k_norm.weight"] = _scale(config.head_dim)
         return found
 
-    def _attention(self, params: Mapping[str, Tensor], x_BTD: Tensor) -> Tensor:
-        config = self.config
+    def _attention(
+        self, params: Mapping[str, Tensor], x_BTD: Tensor, angles: tuple[Tensor, Tensor]
+    ) -> Tensor:
         q_BHTK, k_BGTK, v_BGTK = (self._heads(params, letter, x_BTD) for letter in "qkv")
-        cos_TK, sin_TK = layers.rotary_angles(
-            x_BTD.shape[1],
-            config.head_dim,
-            config.rope_theta,
-            x_BTD.dtype,
-            x_BTD.device,
-            config.rope_scaling,
-        )
+        cos_TK, sin_TK = angles
         mixed_BHTK = layers.causal_attention(
             layers.rotate(q_BHTK, cos_TK, sin_TK), layers.rotate(k_BGTK, cos_TK, sin_TK), v_BGTK
         )

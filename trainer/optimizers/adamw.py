@@ -8,10 +8,11 @@ Invariant: old values are only read, new values only written; no copy of a whole
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.optim.adamw import adamw
 
 from shardb import TensorSpec
@@ -49,6 +50,40 @@ class AdamW:
         for names, weight_decay in parts:
             for tile in tiles(shard, names, STATE_NAMES, TILE_ELEMENTS):
                 self._update_tile(device, shard, tile, weight_decay)
+
+    def apply(
+        self,
+        params: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        states: Sequence[Sequence[Tensor]],
+        *,
+        decayed: Sequence[bool],
+        step: Tensor,
+        learning_rate: float,
+    ) -> None:
+        """Update tensors in place, on the device where they lie; `step` counts from 1, fp32.
+
+        decayed: which of them are matrices, where only those are decayed.
+        """
+        spared = self.decay_matrices_only
+        for weight_decay, wanted in ((self.weight_decay, True), (0.0, False)):
+            chosen = [i for i, d in enumerate(decayed) if (d or not spared) is wanted]
+            if chosen:
+                torch._fused_adamw_(
+                    [params[i] for i in chosen],
+                    [gradients[i] for i in chosen],
+                    [states[0][i] for i in chosen],
+                    [states[1][i] for i in chosen],
+                    [],
+                    [step] * len(chosen),
+                    amsgrad=False,
+                    maximize=False,
+                    beta1=self.beta1,
+                    beta2=self.beta2,
+                    lr=learning_rate,
+                    weight_decay=weight_decay,
+                    eps=self.eps,
+                )
 
     def _update_tile(
         self, device: Device, shard: ShardUpdate, tile: list[Piece], weight_decay: float

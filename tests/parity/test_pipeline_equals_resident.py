@@ -1,0 +1,133 @@
+"""Does the pipeline give what resident training gives, bit for bit?
+
+On a CPU its lanes run one after the other, so this holds what is computed and in which buffers it
+lies; with `poison` each slot is NaN once it is given back. On a GPU the same runs overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.parity.test_streamed_equals_resident import Comparison, SkippedUpdate, options_of
+from tests.support.tiny_model import TINY, TINY_QWEN, TINY_TIED
+from trainer.engine import EngineOptions, StepResult
+from trainer.errors import NonFiniteError
+from trainer.model.config import ModelConfig
+from trainer.pipeline.feeding import Brought
+from trainer.pipeline.footprint import PipelineSizes
+from trainer.pipeline.pipeline import PipelineSettings
+from trainer.pipeline.updating import Updates
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ],
+    ),
+]
+# Tiles smaller than a matrix, so that one is cut.
+SMALL = PipelineSizes(tile_elements=512)
+# Limits of the norm that some steps exceed and some do not, by micro-batches.
+BITES_SOMETIMES = {1: 3.0, 3: 1.8}
+
+
+class Pipelined(Comparison):
+    """The comparison, with the engine's steps through the pipeline."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        options: EngineOptions,
+        accumulation: int,
+        device: str = "cpu",
+        **settings: object,
+    ) -> None:
+        super().__init__(config, options, accumulation, device)
+        chosen = replace(PipelineSettings(sizes=SMALL, poison=True), **settings)
+        self.engine.use_pipeline(chosen)
+
+    def check_counts(self, streamed: StepResult) -> None:
+        assert streamed.updated_shards == len(self.engine.stages)
+        assert self.engine.pipeline_steps > 0
+
+
+@pytest.fixture(autouse=True)
+def same_kernels_in_the_same_order() -> Iterator[None]:
+    if not torch.cuda.is_available():
+        yield
+        return
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("config", "dtype", "clip", "accumulation"),
+    [
+        (TINY, "bf16", "global", 1),
+        (TINY, "bf16", "global", 3),
+        (TINY, "fp32", "shard", 3),
+        (TINY_TIED, "bf16", "shard", 1),
+        (TINY_TIED, "fp32", "global", 1),
+        (TINY_TIED, "bf16", "none", 3),
+    ],
+)
+def test_pipeline_equals_resident(
+    config: ModelConfig, dtype: str, clip: str, accumulation: int, device: str
+) -> None:
+    options = options_of(dtype, clip)
+    if clip == "global":
+        options = replace(options, max_grad_norm=BITES_SOMETIMES[accumulation])
+    comparison = Pipelined(config, options, accumulation, device)
+    assert comparison.differences() == []
+    if clip != "none":
+        assert min(comparison.scales) < 1.0, "clipping never happened: the test shows nothing"
+    if clip == "global":
+        assert max(comparison.scales) == 1.0, "no update was made ahead of the norm"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("host", ["activations_on_host", "gradients_on_host"])
+def test_what_waits_on_the_host_changes_nothing(host: str, device: str) -> None:
+    comparison = Pipelined(TINY_QWEN, options_of("bf16", "global"), 2, device, **{host: True})
+    assert comparison.differences() == []
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("config", "clip"), [(TINY, "global"), (TINY_TIED, "shard")])
+def test_resident_stages_change_nothing(config: ModelConfig, clip: str, device: str) -> None:
+    comparison = Pipelined(config, options_of("bf16", clip), 2, device)
+    pipeline = comparison.engine.pipeline
+    assert pipeline is not None
+    pipeline.keep_resident(["block_001", "embeddings"])
+    assert comparison.differences() == []
+
+
+def test_control_a_skipped_update_is_noticed() -> None:
+    class Skipped(Pipelined, SkippedUpdate):
+        """Both."""
+
+    assert Skipped(TINY, options_of("fp32", "global"), 1).differences() != []
+
+
+def test_control_a_slot_that_is_given_back_too_early_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def late(updates: Updates, brought: Brought, gradients: Tensor, ready: object) -> None:
+        gradients.fill_(float("nan"))  # what a slot holds once it is given back
+        update(updates, brought, gradients, None)
+
+    update = Updates.update
+    monkeypatch.setattr(Updates, "update", late)
+    with pytest.raises(NonFiniteError):
+        Pipelined(TINY, options_of("fp32", "none"), 1).differences()

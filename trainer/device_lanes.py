@@ -1,0 +1,230 @@
+"""Lanes of a device: work that is asked for in one lane runs beside that of the others.
+
+Owns streams, events and the page-locking of host memory; beside `trainer.device` the only module
+that touches `torch.cuda`. Knows nothing of what runs in a lane. Invariants: work in one lane runs
+in the order in which it was asked for; between lanes only a mark orders it. On the host everything
+is done when the call returns, so marks say nothing there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from trainer.device import Device
+
+
+class Lane(StrEnum):
+    """What runs where. COMPUTE is the lane of everything that names none."""
+
+    COMPUTE = "compute"
+    PARAMS_IN = "parameters in"
+    STATE_IN = "state in"
+    UPDATE = "update"
+    OUT = "out"
+
+
+class Mark(Protocol):
+    """A point in a lane that others can wait for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """A piece of a lane's work, in seconds since the trace began."""
+
+    lane: str
+    name: str
+    began: float
+    ended: float
+
+
+class Lanes(Protocol):
+    """The lanes of one device."""
+
+    def on(self, lane: Lane, name: str = "") -> AbstractContextManager[None]:
+        """Ask for the work inside the block in a lane; `name` is what a trace calls it."""
+        ...
+
+    def mark(self, lane: Lane, *, for_host: bool = False) -> Mark | None:
+        """Give the point that a lane has reached when all that was asked for so far is done."""
+        ...
+
+    def wait(self, lane: Lane, mark: Mark | None) -> None:
+        """Let a lane go on only behind a mark of another."""
+        ...
+
+    def arrive(self, mark: Mark | None) -> None:
+        """Return when a mark is reached."""
+        ...
+
+    def hold(self, tensor: Tensor, lane: Lane) -> None:
+        """Keep a tensor's memory until what a lane was asked for so far is done."""
+        ...
+
+    def page_lock(self, address: int, size_bytes: int) -> bool:
+        """Let the device copy host memory without the host; False where it cannot be."""
+        ...
+
+    def page_unlock(self, address: int) -> None:
+        """Take `page_lock` back, before the memory is given up."""
+        ...
+
+    def begin_trace(self) -> None:
+        """Note the spans of named work from here on."""
+        ...
+
+    def take_trace(self) -> list[Span]:
+        """Wait for all lanes; give the spans noted so far and forget them."""
+        ...
+
+
+def lanes_of(device: Device) -> Lanes:
+    """Open the lanes of a device."""
+    return HostLanes() if device.is_host else CudaLanes(device.torch_device)
+
+
+class HostLanes:
+    """The host: one thing after the other."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._spans: list[Span] = []
+
+    @contextmanager
+    def on(self, lane: Lane, name: str = "") -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        if self._began is not None and name:
+            ended = time.perf_counter() - self._began
+            span = Span(lane=lane, name=name, began=began - self._began, ended=ended)
+            self._spans.append(span)
+
+    def mark(self, lane: Lane, *, for_host: bool = False) -> Mark | None:
+        return None
+
+    def wait(self, lane: Lane, mark: Mark | None) -> None:
+        """It is done already."""
+
+    def arrive(self, mark: Mark | None) -> None:
+        """It is done already."""
+
+    def hold(self, tensor: Tensor, lane: Lane) -> None:
+        """Nothing runs behind the caller's back."""
+
+    def page_lock(self, address: int, size_bytes: int) -> bool:
+        return False
+
+    def page_unlock(self, address: int) -> None:
+        raise AssertionError("nothing is page-locked on the host")
+
+    def begin_trace(self) -> None:
+        self._began = time.perf_counter()
+
+    def take_trace(self) -> list[Span]:
+        spans, self._spans = self._spans, []
+        return spans
+
+
+@dataclass(kw_only=True)
+class _Timed:
+    lane: Lane
+    name: str
+    began: torch.cuda.Event
+    ended: torch.cuda.Event
+
+
+@dataclass(kw_only=True)
+class _Trace:
+    zero: torch.cuda.Event
+    timed: list[_Timed] = field(default_factory=list)
+
+
+class CudaLanes:
+    """Streams of a CUDA device; COMPUTE is the stream of every call without lanes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._trace: _Trace | None = None
+        self._streams: dict[Lane, torch.cuda.Stream] = {
+            lane: torch.cuda.current_stream(device)
+            if lane is Lane.COMPUTE
+            else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            for lane in Lane
+        }
+
+    def on(self, lane: Lane, name: str = "") -> AbstractContextManager[None]:
+        if self._trace is not None and name:
+            return self._timed(self._trace, lane, name)
+        if lane is Lane.COMPUTE:
+            return nullcontext()
+        return torch.cuda.stream(self._streams[lane])
+
+    @contextmanager
+    def _timed(self, trace: _Trace, lane: Lane, name: str) -> Iterator[None]:
+        stream = self._streams[lane]
+        began, ended = _event(timing=True), _event(timing=True)
+        with torch.cuda.stream(stream):
+            began.record(stream)
+            yield
+            ended.record(stream)
+        trace.timed.append(_Timed(lane=lane, name=name, began=began, ended=ended))
+
+    def mark(self, lane: Lane, *, for_host: bool = False) -> Mark | None:
+        # A host that waits for a blocking event sleeps; otherwise it would keep a core busy.
+        event = _event(blocking=for_host)
+        event.record(self._streams[lane])
+        return event
+
+    def wait(self, lane: Lane, mark: Mark | None) -> None:
+        if mark is not None:
+            assert isinstance(mark, torch.cuda.Event)
+            self._streams[lane].wait_event(mark)
+
+    def arrive(self, mark: Mark | None) -> None:
+        if mark is not None:
+            assert isinstance(mark, torch.cuda.Event)
+            mark.synchronize()
+
+    def hold(self, tensor: Tensor, lane: Lane) -> None:
+        tensor.record_stream(self._streams[lane])
+
+    def page_lock(self, address: int, size_bytes: int) -> bool:
+        # 1 is cudaHostRegisterPortable: locked for every context of the process.
+        code = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 1))  # type: ignore[no-untyped-call]
+        return code == 0
+
+    def page_unlock(self, address: int) -> None:
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+    def begin_trace(self) -> None:
+        zero = _event(timing=True)
+        torch.cuda.synchronize(self._device)
+        zero.record(self._streams[Lane.COMPUTE])
+        self._trace = _Trace(zero=zero)
+
+    def take_trace(self) -> list[Span]:
+        if self._trace is None:
+            return []
+        torch.cuda.synchronize(self._device)
+        timed, self._trace.timed = self._trace.timed, []
+        zero = self._trace.zero
+        return [
+            Span(
+                lane=each.lane,
+                name=each.name,
+                began=zero.elapsed_time(each.began) / 1e3,
+                ended=zero.elapsed_time(each.ended) / 1e3,
+            )
+            for each in timed
+        ]
+
+
+def _event(*, timing: bool = False, blocking: bool = False) -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=timing, blocking=blocking)  # type: ignore[no-untyped-call]

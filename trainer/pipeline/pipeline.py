@@ -1,0 +1,160 @@
+"""What a device keeps from step to step: lanes, slots, page-locked images, resident stages.
+
+Owns the memory of the pipeline: everything here is made once (`trainer.pipeline.footprint` says how
+much), and a step only uses it. Knows nothing of the course of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from trainer.device_lanes import Lanes, lanes_of
+from trainer.model.stages import Stage
+from trainer.optimizers.adamw import STATE_NAMES, AdamW
+from trainer.options import EngineOptions
+from trainer.pipeline.boundaries import Boundaries, new_boundaries
+from trainer.pipeline.footprint import PipelineSizes
+from trainer.pipeline.gradients import GradientBank
+from trainer.pipeline.residents import Resident, new_resident, resident_bytes
+from trainer.pipeline.sealing import Sealer
+from trainer.pipeline.shapes import StageShape, stage_shape
+from trainer.pipeline.slots import Ring
+from trainer.pipeline.staging import HostImages
+from trainer.step_model import StepModel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineSettings:
+    """How the pipeline spends memory. None of it changes a bit.
+
+    poison: fill slots with NaN when they are given back, to find what uses them too late.
+    """
+
+    sizes: PipelineSizes = field(default_factory=PipelineSizes)
+    activations_on_host: bool = False
+    gradients_on_host: bool = False
+    vram_budget_bytes: int | None = None
+    poison: bool = False
+
+
+class Pipeline:
+    """The lasting part of the pipeline of one model on one device; `close` it before the stores."""
+
+    def __init__(self, model: StepModel, settings: PipelineSettings) -> None:
+        assert isinstance(model.optimizer, AdamW)
+        sizes = settings.sizes
+        self.model = model
+        self.settings = settings
+        self.rule: AdamW = model.optimizer
+        self.lanes: Lanes = lanes_of(model.device)
+        self.images = HostImages(self.lanes)
+        self.sealer = Sealer(self.lanes, in_background=not model.device.is_host)
+        self.shapes = stage_shapes(model, sizes)
+        self.residents: dict[str, Resident] = {}
+        self.clipped_last = True
+        self.steps_done = 0
+        device, dtype = model.device.torch_device, model.options.torch_dtype
+        largest = max(shape.count for shape in self.shapes.values())
+        image = max(shape.params.count for shape in self.shapes.values())
+        tile = max(t.state_count for shape in self.shapes.values() for t in shape.tiles)
+        tied = 1 if model.tied else 0
+        self.params = self._ring("parameters", sizes.params_slots, image)
+        self.gradients = self._ring("gradients", sizes.gradient_slots + tied, largest)
+        self.tiles = self._ring("state", sizes.tile_slots, tile)
+        self.weights: Tensor = torch.empty(self._weights_count(), dtype=dtype, device=device)
+        self.step_number: Tensor = torch.zeros((), device=device)
+        self.bank = GradientBank(self.lanes, model.device, on_host=settings.gradients_on_host)
+        self.boundaries: Boundaries = new_boundaries(
+            self.lanes,
+            model.device,
+            on_host=settings.activations_on_host,
+            slots=sizes.boundary_slots,
+            poison=settings.poison,
+        )
+
+    def _ring(self, name: str, slots: int, count: int) -> Ring:
+        return Ring(
+            self.lanes,
+            name=name,
+            slots=slots,
+            count=count,
+            dtype=torch.float32,
+            device=self.model.device.torch_device,
+            poison=self.settings.poison,
+        )
+
+    def _weights_count(self) -> int:
+        """Elements of the largest stage that computes with a cast copy."""
+        stages: list[Stage] = [*self.model.trunk, self.model.head]
+        return max(self.shapes[s.name].count for s in stages if not s.keeps_master_dtype)
+
+    def reset(self) -> None:
+        """Be ready for a step, however the one before ended."""
+        for ring in (self.params, self.gradients, self.tiles):
+            ring.reset()
+        self.boundaries.reset()
+        self.bank.clear()
+
+    def settle(self) -> None:
+        """After an error: wait for every copy, so that the store may have its images back."""
+        self.sealer.abandon()
+        self.model.device.wait()
+        for resident in self.residents.values():
+            resident.step = None
+
+    def fill_budget(self) -> None:
+        """After a measured step: let as many stages stay on the device as the budget has room for.
+
+        The stages that a step needs first and last again come first: the last blocks, whose
+        parameters would be fetched twice in a row, then those before them.
+        """
+        budget = self.settings.vram_budget_bytes
+        if budget is None:
+            return
+        spare = budget - self.model.device.peak_bytes() - self.settings.sizes.margin_bytes
+        for stage in reversed(self.model.owners()):
+            needed = resident_bytes(self.shapes[stage.name])
+            if stage.name not in self.residents and needed <= spare:
+                self.keep_resident([stage.name])
+                spare -= needed
+
+    def keep_resident(self, names: Sequence[str]) -> None:
+        """Let these stages stay on the device."""
+        for name in names:
+            shape = self.shapes[name]
+            self.residents[name] = new_resident(shape, self.model.device.torch_device)
+
+    def close(self) -> None:
+        """Wait for the device and let go of what belongs to the stores."""
+        self.model.device.wait()
+        self.sealer.close()
+        self.images.close()
+
+
+def stage_shapes(model: StepModel, sizes: PipelineSizes) -> dict[str, StageShape]:
+    """Lay out every stage that owns shards."""
+    return {
+        stage.name: stage_shape(
+            stage.specs,
+            model.optimizer.state_specs(stage.specs),
+            STATE_NAMES,
+            sizes.tile_elements,
+        )
+        for stage in model.owners()
+    }
+
+
+def is_supported(options: EngineOptions) -> bool:
+    """Say whether the pipeline can do these steps; the others take the plain way."""
+    return (
+        options.optimizer == "adamw"
+        and options.optimizer_state_dtype == "fp32"
+        and options.master_weight_dtype == "fp32"
+        and options.dtype in ("bf16", "fp32")
+        and options.activations == "recompute"
+        and not options.timing_sync_cuda
+    )

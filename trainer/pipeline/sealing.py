@@ -1,0 +1,53 @@
+"""Sealing staged shards when their copies have arrived, behind the back of the step.
+
+Owns one thread. A sealed image is digested by the store's writers at once, so that a commit waits
+for the digests of the last shards alone. Knows nothing of what is copied. The first error of a seal
+is raised by `drain`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from shardb.views import StagedShard
+from trainer.device_lanes import Lanes, Mark
+
+
+class Sealer:
+    """Seals in the order in which it is asked to; on the host at once, in the caller's thread."""
+
+    def __init__(self, lanes: Lanes, *, in_background: bool) -> None:
+        self._lanes = lanes
+        self._executor = ThreadPoolExecutor(1, "sealer") if in_background else None
+        self._pending: deque[Future[None]] = deque()
+
+    def seal(self, arrived: Mark | None, shards: Sequence[StagedShard]) -> None:
+        """Seal shards once their last copy's mark is reached."""
+        if self._executor is None:
+            self._seal(arrived, shards)
+        else:
+            self._pending.append(self._executor.submit(self._seal, arrived, shards))
+
+    def drain(self) -> None:
+        """Return when everything is sealed."""
+        while self._pending:
+            self._pending.popleft().result()
+
+    def abandon(self) -> None:
+        """Wait for what runs and forget what waits, after an error."""
+        while self._pending:
+            pending = self._pending.popleft()
+            if not pending.cancel():
+                pending.exception()
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=True)
+
+    def _seal(self, arrived: Mark | None, shards: Sequence[StagedShard]) -> None:
+        self._lanes.arrive(arrived)
+        for shard in shards:
+            shard.seal()

@@ -1,0 +1,222 @@
+"""Where everything of a stage lies: in its two objects, in slots on the device, in tiles.
+
+Owns offsets, in elements of 4 bytes from the start of an object's data. Knows nothing of devices
+or of streams. Invariants: every tensor of an image is fp32; gradients and compute weights begin on
+ALIGNED elements, whatever the image has, because kernels may round differently elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shardb import TensorSpec, layout
+from shardb.views import TensorImage
+
+ALIGNED = 64
+ITEM_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageShape:
+    """An object's data as one run of fp32 elements."""
+
+    start_bytes: int
+    count: int
+    offsets: Mapping[str, int]
+
+    @classmethod
+    def of(cls, specs: Mapping[str, TensorSpec]) -> ImageShape:
+        """Give the shape that the store lays these tensors out in."""
+        return cls.read(layout.build(specs))
+
+    @classmethod
+    def read(cls, placed: layout.Layout) -> ImageShape:
+        """Read the shape from a layout, which holds fp32 alone."""
+        start = min(placed.offsets.values())
+        return cls(
+            start_bytes=start,
+            count=(placed.size_bytes - start) // ITEM_BYTES,
+            offsets={n: (at - start) // ITEM_BYTES for n, at in placed.offsets.items()},
+        )
+
+    def fits(self, image: TensorImage) -> bool:
+        """Say whether an image is laid out like this: one of another origin may not be."""
+        placed = image.layout
+        return placed.size_bytes == self.start_bytes + ITEM_BYTES * self.count and all(
+            placed.offsets.get(name) == self.start_bytes + ITEM_BYTES * offset
+            for name, offset in self.offsets.items()
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """`count` elements from `start` in one buffer, that lie from `placed` in another."""
+
+    start: int
+    placed: int
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """Elements of one tensor in a tile: where its parts begin, each in its own buffer.
+
+    states: in a tile's buffer; image_states: in a buffer that holds the whole image.
+    """
+
+    tensor: str
+    count: int
+    params: int
+    gradient: int
+    states: tuple[int, ...]
+    image_states: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tile:
+    """What is updated together: its pieces, and the runs in which parameters and state move."""
+
+    pieces: tuple[Piece, ...]
+    params_runs: tuple[Run, ...]
+    state_runs: tuple[Run, ...]
+    state_count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageShape:
+    """A stage's images, the aligned places of its tensors on the device, and its tiles."""
+
+    params: ImageShape
+    state: ImageShape
+    tensors: Mapping[str, tuple[int, ...]]
+    places: Mapping[str, int]
+    count: int
+    tiles: tuple[Tile, ...]
+
+    @property
+    def is_aligned(self) -> bool:
+        """Say whether the image has every tensor where the device wants it."""
+        return self.places == self.params.offsets
+
+    def views(self, buffer: Tensor) -> dict[str, Tensor]:
+        """Give the tensors at their aligned places, in the stage's order."""
+        return {
+            name: buffer[self.places[name] :][: math.prod(shape)].view(shape)
+            for name, shape in self.tensors.items()
+        }
+
+    def image_views(self, buffer: Tensor) -> dict[str, Tensor]:
+        """Give the tensors where the image of the parameters has them, in the stage's order."""
+        return {
+            name: buffer[self.params.offsets[name] :][: math.prod(shape)].view(shape)
+            for name, shape in self.tensors.items()
+        }
+
+
+def stage_shape(
+    params: Mapping[str, TensorSpec],
+    state: Mapping[str, TensorSpec],
+    state_names: Sequence[str],
+    tile_elements: int,
+) -> StageShape:
+    """Lay out a stage; `state_names` are what a parameter's state tensors are called."""
+    images = ImageShape.of(params), ImageShape.of(state)
+    places, count = _aligned(params, images[0].offsets)
+    return StageShape(
+        params=images[0],
+        state=images[1],
+        tensors={name: spec.shape for name, spec in params.items()},
+        places=places,
+        count=count,
+        tiles=tuple(_tiles(params, images, places, state_names, tile_elements)),
+    )
+
+
+def _aligned(
+    specs: Mapping[str, TensorSpec], offsets: Mapping[str, int]
+) -> tuple[dict[str, int], int]:
+    """Place tensors in the image's order, so that where nothing is amiss both are the same."""
+    places, offset = {}, 0
+    for name in sorted(offsets, key=lambda n: offsets[n]):
+        places[name] = offset
+        offset += -(-specs[name].bytes // (ITEM_BYTES * ALIGNED)) * ALIGNED
+    return places, offset
+
+
+def _tiles(
+    params: Mapping[str, TensorSpec],
+    images: tuple[ImageShape, ImageShape],
+    places: Mapping[str, int],
+    state_names: Sequence[str],
+    tile_elements: int,
+) -> list[Tile]:
+    """Cut tensors, in the order in which the object has them, into tiles."""
+    tiles: list[Tile] = []
+    parts: list[tuple[str, int, int]] = []
+    room = tile_elements
+    for name in sorted(images[0].offsets, key=lambda n: images[0].offsets[n]):
+        total = params[name].bytes // ITEM_BYTES
+        for start in range(0, total, tile_elements):
+            count = min(tile_elements, total - start)
+            if count > room and parts:
+                tiles.append(_tile(parts, images, places, state_names))
+                parts, room = [], tile_elements
+            parts.append((name, start, count))
+            room -= count
+    tiles.append(_tile(parts, images, places, state_names))
+    return tiles
+
+
+def _tile(
+    parts: Sequence[tuple[str, int, int]],
+    images: tuple[ImageShape, ImageShape],
+    places: Mapping[str, int],
+    state_names: Sequence[str],
+) -> Tile:
+    state_starts = {
+        (name, state): images[1].offsets[f"{name}.{state}"] + start
+        for name, start, _ in parts
+        for state in state_names
+    }
+    counts = {name: count for name, _, count in parts}
+    placed: dict[tuple[str, str], int] = {}
+    state_runs: list[Run] = []
+    offset = 0
+    for key in sorted(state_starts, key=lambda k: state_starts[k]):
+        placed[key] = offset
+        state_runs.append(Run(start=state_starts[key], placed=offset, count=counts[key[0]]))
+        offset += counts[key[0]]
+    pieces = tuple(
+        Piece(
+            tensor=name,
+            count=count,
+            params=images[0].offsets[name] + start,
+            gradient=places[name] + start,
+            states=tuple(placed[name, state] for state in state_names),
+            image_states=tuple(state_starts[name, state] for state in state_names),
+        )
+        for name, start, count in parts
+    )
+    params_runs = [Run(start=p.params, placed=p.params, count=p.count) for p in pieces]
+    return Tile(
+        pieces=pieces,
+        params_runs=tuple(_merged(params_runs)),
+        state_runs=tuple(_merged(state_runs)),
+        state_count=offset,
+    )
+
+
+def _merged(runs: Sequence[Run]) -> list[Run]:
+    """Join runs that lie behind one another on both sides."""
+    merged: list[Run] = []
+    for run in sorted(runs, key=lambda r: r.start):
+        last = merged[-1] if merged else None
+        if last and (last.start + last.count, last.placed + last.count) == (run.start, run.placed):
+            merged[-1] = Run(start=last.start, placed=last.placed, count=last.count + run.count)
+        else:
+            merged.append(run)
+    return merged

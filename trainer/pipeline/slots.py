@@ -1,0 +1,77 @@
+"""Buffers on the device that are used in turn, made once.
+
+Owns when a slot may be used again: behind the mark that its last user left. Knows nothing of what
+is in a slot. With `poison` a slot is filled with NaN when it is given back, so that whoever reads
+it too late, or before it was filled, shows in the result.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from trainer.device_lanes import Lane, Lanes, Mark
+
+
+class Slot:
+    """One buffer; `free` is behind its last use."""
+
+    def __init__(self, buffer: Tensor, name: str) -> None:
+        self.buffer = buffer
+        self.name = name
+        self.free: Mark | None = None
+
+
+class Ring:
+    """Slots of one size, handed out one after the other."""
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        *,
+        name: str,
+        slots: int,
+        count: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        poison: bool,
+    ) -> None:
+        self._lanes = lanes
+        self._poison = poison
+        self._slots = [
+            Slot(torch.empty(count, dtype=dtype, device=device), f"{name} {index}")
+            for index in range(slots)
+        ]
+        self._free = deque(self._slots)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    @property
+    def has_room(self) -> bool:
+        """Say whether the next slot was given back."""
+        return bool(self._free)
+
+    def take(self, lane: Lane) -> Slot:
+        """Give the next slot, which must have been given back; `lane` waits until it is free."""
+        assert self._free, "a slot is taken that nobody gave back"
+        slot = self._free.popleft()
+        self._lanes.wait(lane, slot.free)
+        return slot
+
+    def give_back(self, slot: Slot, lane: Lane) -> None:
+        """Say that what `lane` was asked for so far is the last use of a slot."""
+        assert slot not in self._free
+        if self._poison:
+            with self._lanes.on(lane):
+                slot.buffer.fill_(float("nan"))
+        slot.free = self._lanes.mark(lane)
+        self._free.append(slot)
+
+    def reset(self) -> None:
+        """Count every slot as given back, after a step that did not come to its end."""
+        for slot in self._slots:
+            slot.free = None
+        self._free = deque(self._slots)
