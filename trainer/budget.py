@@ -44,6 +44,10 @@ class Budget:
     memory: Mapping[str, int]
     activations: str = "recompute"
     active_copies: int = 0
+    placement: str = "vram"
+    placement_why: str = ""
+    boundary_bytes: int = 0
+    spill_bytes: int = 0
 
     @property
     def commit_bytes(self) -> int:
@@ -127,12 +131,14 @@ def check_space(budget: Budget, store: Path, active: Path | None = None) -> None
     folder = _existing_parent(store)
     free_bytes = _free_bytes(folder)
     held_bytes = _held_bytes(store)
-    if free_bytes + held_bytes < budget.store_bytes:
+    needed_bytes = budget.store_bytes + budget.spill_bytes
+    if free_bytes + held_bytes < needed_bytes:
         pinned = f" and {budget.snapshots:,} snapshots" if budget.snapshots else ""
+        spilled = f", {in_bytes(budget.spill_bytes)} for activations" if budget.spill_bytes else ""
         raise StorageFullError(
-            f"{store}: the store needs {in_bytes(budget.store_bytes)} ({COPIES} copies of"
+            f"{store}: the store needs {in_bytes(needed_bytes)} ({COPIES} copies of"
             f" {in_bytes(budget.commit_bytes)}{pinned}, {in_bytes(STORE_OVERHEAD_BYTES)} for log"
-            f" and index), but {in_bytes(free_bytes)} are free on"
+            f" and index{spilled}), but {in_bytes(free_bytes)} are free on"
             f" {folder}"
             + (f" beside the {in_bytes(held_bytes)} it has" if held_bytes else "")
             + ": free some, take another --store, or a smaller model",

@@ -1,17 +1,17 @@
 """What `--fit` chooses: how a step's rows are cut, and what is kept, for a budget of device memory.
 
-Owns the order of preference and the reading of `--vram-budget`. The predictor decides what fits.
+Owns the order of preference. The predictor decides what fits.
 Knows nothing of devices. Invariants: rows a step, and so the batch that a step learns from, stay
 what they were; nothing is chosen that the predictor puts above the budget.
 
 Preferred, in this order: activations kept with the largest micro-batch that fits, as long as a
-micro-batch holds enough tokens to fill a device; then computed again, likewise; then with fewer
-tokens a chunk of logits; at last with any micro-batch.
+micro-batch holds enough tokens to fill a device; then computed again, likewise, from inputs that
+wait on the device, then from such that wait in host memory; then with fewer tokens a chunk of
+logits; at last with any micro-batch.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -21,9 +21,8 @@ from trainer.vram import StepShape, predicted_bytes
 
 FULL_TOKENS = 4096
 CHUNKS = (4096, 2048, 1024, 512, 256)
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-BINARY_UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
+# What may be kept of the passes, and where, the fastest first.
+WAYS = (("keep", "vram"), ("recompute", "vram"), ("recompute", "host"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,24 +39,19 @@ class Fitted:
             f"--fit chose --micro-batch-size {self.shape.micro_batch_size}"
             f" --gradient-accumulation-steps {self.shape.accumulation}"
             f" --lm-head-chunk-tokens {self.shape.options.lm_head_chunk_tokens}"
-            f" --activations {self.shape.options.activations}: {in_bytes(self.bytes)} of device"
-            " memory predicted"
+            f" --activations {self.shape.options.activations} --activation-placement"
+            f" {self.shape.options.activation_placement}: {in_bytes(self.bytes)} of device memory"
+            " predicted"
         )
 
 
-def size_of(text: str) -> int:
-    """Read a size such as `8GiB`, `500 MB` or a count of bytes; InputError names the flag."""
-    match = SIZE.match(text)
-    if match is None or (match[3] and not match[2]) or float(match[1]) <= 0:
-        raise InputError(f"--vram-budget {text!r}: give a size, such as 8GiB or 500MB")
-    units = BINARY_UNITS if match[3] else UNITS
-    return int(float(match[1]) * units[match[2].lower()])
+def fit(shape: StepShape, budget_bytes: int, placement: str = "auto") -> Fitted:
+    """Give the first choice that fits; InputError with the least that is needed if none does.
 
-
-def fit(shape: StepShape, budget_bytes: int) -> Fitted:
-    """Give the first choice that fits; InputError with the least that is needed if none does."""
+    placement: where boundary activations have to wait, or `auto`.
+    """
     least: Fitted | None = None
-    for candidate in _candidates(shape):
+    for candidate in _candidates(shape, placement):
         found = Fitted(shape=candidate, bytes=predicted_bytes(candidate))
         if found.bytes <= budget_bytes:
             return found
@@ -71,7 +65,7 @@ def fit(shape: StepShape, budget_bytes: int) -> Fitted:
     )
 
 
-def _candidates(shape: StepShape) -> Iterator[StepShape]:
+def _candidates(shape: StepShape, placement: str) -> Iterator[StepShape]:
     rows = shape.micro_batch_size * shape.accumulation
     sizes = [size for size in range(rows, 0, -1) if rows % size == 0]
     full = [size for size in sizes if size * shape.seq_len >= FULL_TOKENS]
@@ -80,11 +74,20 @@ def _candidates(shape: StepShape) -> Iterator[StepShape]:
     chunks = [given, *(chunk for chunk in CHUNKS if chunk < given)]
     for group in (full, small):
         for chunk in chunks:
-            for activations in ("keep", "recompute"):
+            for activations, place in _ways(placement):
                 for size in group:
                     options = replace(
-                        shape.options, activations=activations, lm_head_chunk_tokens=chunk
+                        shape.options,
+                        activations=activations,
+                        activation_placement=place,
+                        lm_head_chunk_tokens=chunk,
                     )
                     yield replace(
                         shape, options=options, micro_batch_size=size, accumulation=rows // size
                     )
+
+
+def _ways(placement: str) -> list[tuple[str, str]]:
+    if placement == "auto":
+        return list(WAYS)
+    return [way for way in WAYS if way[1] == placement] or [("recompute", placement)]

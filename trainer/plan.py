@@ -14,9 +14,10 @@ import torch
 from trainer.budget import Budget, budget_of
 from trainer.device import Device
 from trainer.errors import InputError
-from trainer.fit import fit, size_of
+from trainer.fit import fit
 from trainer.found import Found
 from trainer.inputs import Inputs, end_of_text_id, open_inputs, tokenizer_notes
+from trainer.placement_choice import placed
 from trainer.prefetch import prefetch_of
 from trainer.preflight import shape_of
 from trainer.recipe import Recipe, Settings
@@ -33,6 +34,7 @@ from trainer.recipe_build import (
 )
 from trainer.recipe_options import options_of
 from trainer.run_shards import Cursor, StoredRun
+from trainer.sizes import size_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +128,7 @@ def _plan_new(path: Path, found: Found, given: Given, notes: list[str]) -> Plan:
         recipe=recipe,
         settings=settings,
         inputs=inputs,
-        budget=budget_of(recipe, settings, path),
+        budget=_budget(recipe, settings, path),
         cursor=Cursor(),
         notes=(*notes, *inputs.notes),
     )
@@ -163,7 +165,7 @@ def _plan_resumed(
         recipe=recipe,
         settings=settings,
         inputs=inputs,
-        budget=budget_of(recipe, settings, path),
+        budget=_budget(recipe, settings, path),
         cursor=Cursor.of(stored.commit),
         notes=(*notes, *inputs.notes, *said),
     )
@@ -173,32 +175,41 @@ def _fitted(plan: Plan, given: Given) -> Plan:
     """Cut the step's rows as `--fit` chooses; a change on resume is recorded like any other."""
     memory = Device.from_name(plan.recipe.device).memory_bytes()
     if "vram_budget" in given:
-        budget_bytes = size_of(given["vram_budget"])
+        budget_bytes = size_of(given["vram_budget"], "--vram-budget")
     elif memory is not None:
         budget_bytes = memory[0]
     else:
         raise InputError("--fit: the run computes on the CPU: give --vram-budget, or --device cuda")
-    chosen = fit(shape_of(plan.recipe, plan.settings, plan.budget.activations), budget_bytes)
+    shape = shape_of(plan.recipe, plan.settings, plan.budget)
+    chosen = fit(shape, budget_bytes, plan.settings.activation_placement)
     recipe = replace(
         plan.recipe,
         micro_batch_size=chosen.shape.micro_batch_size,
         gradient_accumulation_steps=chosen.shape.accumulation,
         lm_head_chunk_tokens=chosen.shape.options.lm_head_chunk_tokens,
     )
-    settings = replace(plan.settings, activations=chosen.shape.options.activations)
+    settings = replace(
+        plan.settings,
+        activations=chosen.shape.options.activations,
+        activation_placement=chosen.shape.options.activation_placement,
+    )
     return replace(
         plan,
         recipe=recipe,
         settings=settings,
-        budget=budget_of(recipe, settings, plan.store),
+        budget=_budget(recipe, settings, plan.store),
         notes=(*plan.notes, chosen.text),
     )
+
+
+def _budget(recipe: Recipe, settings: Settings, store: Path) -> Budget:
+    return placed(budget_of(recipe, settings, store), recipe, settings, store)
 
 
 def _check_together(plan: Plan) -> None:
     """Refuse what each flag allows by itself and all of them together do not."""
     recipe, settings = plan.recipe, plan.settings
-    options = options_of(recipe, settings)
+    options = options_of(recipe, settings, plan.budget.activations, plan.budget.placement)
     prefetch_of(options, Device.from_name(recipe.device))
     if settings.snapshot_best and not validates(plan):
         raise InputError(

@@ -7,7 +7,6 @@ device memory: `budget` refuses the others.
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from trainer.ceiling import DEVICE_COPY_BYTES, measure, step_flops
 from trainer.device import Device
 from trainer.errors import InputError
 from trainer.recipe import Recipe, Settings
-from trainer.recipe_options import options_of
+from trainer.recipe_options import options_of, pinned_budget_bytes
 from trainer.report import published_steps
 from trainer.vram import StepShape, predicted_phases
 
@@ -58,11 +57,11 @@ class BudgetLine:
         }
 
 
-def shape_of(recipe: Recipe, settings: Settings, activations: str) -> StepShape:
+def shape_of(recipe: Recipe, settings: Settings, budget: Budget) -> StepShape:
     """Give what decides a step's device memory."""
     return StepShape(
         model=recipe.model,
-        options=options_of(recipe, settings, activations),
+        options=options_of(recipe, settings, budget.activations, budget.placement),
         micro_batch_size=recipe.micro_batch_size,
         accumulation=recipe.gradient_accumulation_steps,
         seq_len=recipe.seq_len,
@@ -84,11 +83,12 @@ def preflight(
     measure this machine.
     """
     device = Device.from_name(recipe.device)
-    shape = shape_of(recipe, settings, budget.activations)
+    shape = shape_of(recipe, settings, budget)
     lines = [
         _vram(device, shape),
+        _boundaries(budget),
         _host_memory(budget),
-        _page_locked(device),
+        _page_locked(device, settings, budget),
         *_ram_disk(settings, budget),
         _disk_space(budget, store),
     ]
@@ -142,14 +142,29 @@ def _host_memory(budget: Budget) -> BudgetLine:
     return _line("host memory", budget.memory_bytes, total, text, remedy)
 
 
-def _page_locked(device: Device) -> BudgetLine:
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+def _boundaries(budget: Budget) -> BudgetLine:
+    """Tell where what waits for the backward pass will be, and why."""
+    places = {"vram": "device memory", "host": "host memory", "spill": "a file in the store"}
+    text = (
+        f"{in_bytes(budget.boundary_bytes)} in {places[budget.placement]}: {budget.placement_why}"
+    )
+    return _line("boundary activations", budget.boundary_bytes, None, text, "")
+
+
+def _page_locked(device: Device, settings: Settings, budget: Budget) -> BudgetLine:
+    """Hold what is copied to and from the device against what may be locked; no run fails by it."""
     if device.is_host:
         return _line("page-locked memory", 0, None, "none", "")
-    text = f"{in_bytes(DEVICE_COPY_BYTES)} once, to measure the ceiling; a step takes none"
-    # The driver locks pages outside the limit of a process: it is told, not held against.
-    said = "" if limit == resource.RLIM_INFINITY else f" (this process may lock {in_bytes(limit)})"
-    return _line("page-locked memory", DEVICE_COPY_BYTES, None, text + said, "")
+    limit = pinned_budget_bytes(settings)
+    active = settings.active is not None and is_ram_disk(Path(settings.active))
+    boundaries = budget.boundary_bytes if budget.placement == "host" else 0
+    wanted = boundaries + (budget.active_bytes if active else 0)
+    text = f"{in_bytes(wanted)} of {in_bytes(limit)}"
+    if wanted > limit:
+        text += "; what is above it is copied from memory that is not locked, slower"
+    # Once, before the first step, and given back.
+    needed = min(max(wanted, DEVICE_COPY_BYTES), limit)
+    return _line("page-locked memory", needed, limit, text, "raise --pinned-budget")
 
 
 def _ram_disk(settings: Settings, budget: Budget) -> list[BudgetLine]:
@@ -164,9 +179,12 @@ def _ram_disk(settings: Settings, budget: Budget) -> list[BudgetLine]:
 
 def _disk_space(budget: Budget, store: Path) -> BudgetLine:
     room = room_bytes(store)
-    text = f"{in_bytes(budget.store_bytes)} of {in_bytes(room)} for {store}"
+    needed = budget.store_bytes + budget.spill_bytes
+    text = f"{in_bytes(needed)} of {in_bytes(room)} for {store}"
+    if budget.spill_bytes:
+        text += f", {in_bytes(budget.spill_bytes)} of it for activations"
     remedy = "raise --snapshot-every, or take another --store"
-    return _line("disk space", budget.store_bytes, room, text, remedy)
+    return _line("disk space", needed, room, text, remedy)
 
 
 def _step_time(

@@ -36,6 +36,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "lr_schedule": SHAPES,
     "prefetch_shards": ("off", "cpu", "gpu", "secondary-gpu"),
     "activations": ("auto", "keep", "recompute"),
+    "activation_placement": ("auto", "vram", "host", "spill"),
 }
 
 
@@ -166,6 +167,8 @@ class Settings:
     prefetch_window: int = 1
     prefetch_optimizer_shards: bool = True
     activations: str = "auto"
+    activation_placement: str = "auto"
+    pinned_budget: str | None = None
     async_shard_writes: bool = True
     max_pending_shard_writes: int = 4
     timing_sync_cuda: bool = False

@@ -155,6 +155,8 @@ _SETTING = (
         ("prefetch_window", int, "Shards that are read ahead at most."),
         ("prefetch_optimizer_shards", bool, "Read optimizer shards ahead too."),
         ("activations", str, "keep them for the backward pass, recompute, or auto: what fits."),
+        ("activation_placement", str, "What waits for the backward pass: vram, host, spill, auto."),
+        ("pinned_budget", str, "Host memory that may be page-locked, such as 16GiB."),
         ("async_shard_writes", bool, "Write shards in the background of the step."),
         ("max_pending_shard_writes", int, "Shards that may wait to be written."),
         ("timing_sync_cuda", bool, "Wait for the GPU around each timing: for diagnosis, slower."),

@@ -10,9 +10,11 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from trainer.budget import machine_memory
 from trainer.errors import InputError
 from trainer.options import EngineOptions
 from trainer.recipe import Recipe, Settings, flag_of
+from trainer.sizes import size_of
 
 # Used where batches, schedules and initial values are made, before the engine sees a step.
 NOT_THE_ENGINES = frozenset(
@@ -22,7 +24,12 @@ NOT_THE_ENGINES = frozenset(
 )
 
 
-def options_of(recipe: Recipe, settings: Settings, activations: str = "recompute") -> EngineOptions:
+def options_of(
+    recipe: Recipe,
+    settings: Settings,
+    activations: str = "recompute",
+    placement: str = "vram",
+) -> EngineOptions:
     """Give the engine's options; InputError names a flag that it cannot follow."""
     known = {field.name for field in fields(EngineOptions)}
     values: dict[str, Any] = {
@@ -31,6 +38,8 @@ def options_of(recipe: Recipe, settings: Settings, activations: str = "recompute
         "prefetch_optimizer_shards": settings.prefetch_optimizer_shards,
         "timing_sync_cuda": settings.timing_sync_cuda,
         "activations": activations,
+        "activation_placement": placement,
+        "pinned_budget_bytes": pinned_budget_bytes(settings),
     }
     for field in fields(Recipe):
         value = getattr(recipe, field.name)
@@ -39,3 +48,10 @@ def options_of(recipe: Recipe, settings: Settings, activations: str = "recompute
         elif field.name not in NOT_THE_ENGINES and value != field.default:
             raise InputError(f"{flag_of(field.name)} is not available yet: leave it out")
     return EngineOptions(**values)
+
+
+def pinned_budget_bytes(settings: Settings) -> int:
+    """Give the host memory that may be page-locked: nine tenths of it where nothing was said."""
+    if settings.pinned_budget is None:
+        return machine_memory()[0] // 10 * 9
+    return size_of(settings.pinned_budget, "--pinned-budget")

@@ -13,8 +13,9 @@ from tests.support.training import arguments, make_data, train_here
 from trainer import fit as fitting
 from trainer.engine import EngineOptions
 from trainer.errors import InputError
-from trainer.fit import Fitted, fit, size_of
+from trainer.fit import Fitted, fit
 from trainer.preflight import BudgetLine, binding, check_vram, preflight_text
+from trainer.sizes import size_of
 from trainer.vram import StepShape, predicted_bytes
 
 SHAPE = StepShape(
@@ -61,13 +62,13 @@ def test_less_room_gives_smaller_steps_of_the_same_rows(monkeypatch: pytest.Monk
     [("8GiB", 8 << 30), ("500MB", 500_000_000), ("1.5 g", 1_500_000_000), ("1024", 1024)],
 )
 def test_sizes_are_read(text: str, size: int) -> None:
-    assert size_of(text) == size
+    assert size_of(text, "--vram-budget") == size
 
 
 @pytest.mark.parametrize("text", ["", "much", "-1GiB", "0", "8iB"])
 def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(InputError, match="--vram-budget"):
-        size_of(text)
+        size_of(text, "--vram-budget")
 
 
 def line(name: str, needed: float, available: float | None) -> BudgetLine:
@@ -93,7 +94,8 @@ def test_a_dry_run_tells_every_budget_and_what_fit_chose(
     told = json.loads(capsys.readouterr().out)
     names = [each["name"] for each in told["budgets"]]
     assert names == [
-        *("device memory", "host memory", "page-locked memory", "disk space"),
+        *("device memory", "boundary activations", "host memory", "page-locked memory"),
+        "disk space",
         *("time a step", "disk writes"),
     ]
     assert told["binding"] in names

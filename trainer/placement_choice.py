@@ -1,0 +1,88 @@
+"""Where a run's boundary activations will wait, chosen by what has room, and why.
+
+Owns the order of choice: where the step computes, else host memory, else a file. Sizes come from
+`vram` and `budget`. Knows nothing of steps. None of it changes a bit of a result. On a CPU the
+device's memory is host memory, so that `vram` and `host` are one place, called `host`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from trainer.budget import Budget, in_bytes, is_ram_disk, machine_memory, room_bytes
+from trainer.device import Device
+from trainer.placement_places import boundary_bytes
+from trainer.recipe import Recipe, Settings
+from trainer.recipe_options import options_of
+from trainer.vram import StepShape, predicted_bytes
+
+BOUNDARIES = "boundary activations"
+
+
+def placed(budget: Budget, recipe: Recipe, settings: Settings, store: Path) -> Budget:
+    """Give the budget with the place that fits, and what is held there counted there."""
+    size = run_boundary_bytes(recipe)
+    place, why = _place(budget, recipe, settings, store, size)
+    memory = dict(budget.memory)
+    memory.pop(BOUNDARIES, None)
+    if place == "host":
+        memory[BOUNDARIES] = size
+    return replace(
+        budget,
+        memory=memory,
+        placement=place,
+        placement_why=why,
+        boundary_bytes=size,
+        spill_bytes=size if place == "spill" else 0,
+    )
+
+
+def run_boundary_bytes(recipe: Recipe) -> int:
+    """Give what the boundaries of a recipe's step take, wherever they are."""
+    item = 4 if recipe.dtype == "fp32" else 2
+    tokens = [recipe.micro_batch_size * recipe.seq_len] * recipe.gradient_accumulation_steps
+    # Embeddings, blocks, and the last norm.
+    return boundary_bytes(recipe.model.num_layers + 2, tokens, recipe.model.hidden_size * item)
+
+
+def _place(
+    budget: Budget, recipe: Recipe, settings: Settings, store: Path, size: int
+) -> tuple[str, str]:
+    """Give the place, and why."""
+    device = Device.from_name(recipe.device)
+    wanted = settings.activation_placement
+    if wanted != "auto":
+        return _where_computed(device, wanted), "asked for by --activation-placement"
+    if budget.activations == "keep":
+        return _where_computed(device, "vram"), "all activations are kept"
+    if not device.is_host:
+        free = (device.memory_bytes() or (0, 0))[0]
+        needed = predicted_bytes(_shape(recipe, settings))
+        if needed <= free:
+            return "vram", f"the step needs {in_bytes(needed)} of the {in_bytes(free)} free there"
+    available = machine_memory()[1]
+    needed = size + sum(held for part, held in budget.memory.items() if part != BOUNDARIES)
+    if needed <= available:
+        return "host", f"training needs {in_bytes(needed)} of the {in_bytes(available)} free there"
+    room = room_bytes(store)
+    if not is_ram_disk(store) and budget.store_bytes + size <= room:
+        return (
+            "spill",
+            f"training would need {in_bytes(needed)} of memory, {in_bytes(available)} are free",
+        )
+    return "host", f"neither memory ({in_bytes(available)} free) nor {store} has room"
+
+
+def _where_computed(device: Device, wanted: str) -> str:
+    return "host" if device.is_host and wanted == "vram" else wanted
+
+
+def _shape(recipe: Recipe, settings: Settings) -> StepShape:
+    return StepShape(
+        model=recipe.model,
+        options=options_of(recipe, settings),
+        micro_batch_size=recipe.micro_batch_size,
+        accumulation=recipe.gradient_accumulation_steps,
+        seq_len=recipe.seq_len,
+    )
