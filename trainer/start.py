@@ -79,16 +79,29 @@ def train(given: Given, request: StopRequest, say: Callable[[str], None]) -> int
         progress.close()
 
 
-def engine_for(recipe: Recipe, settings: Settings, activations: str = "recompute") -> Engine:
+def engine_for(
+    recipe: Recipe,
+    settings: Settings,
+    activations: str = "recompute",
+    placement: str = "vram",
+    spill_folder: str | None = None,
+) -> Engine:
     """Make the engine of a run; sets the number of torch's threads, on which sums depend."""
     torch.set_num_threads(recipe.threads)
-    options = options_of(recipe, settings, activations)
-    return Engine(recipe.model, options, Device.from_name(recipe.device))
+    options = options_of(recipe, settings, activations, placement)
+    device = Device.from_name(recipe.device)
+    return Engine(recipe.model, options, device, spill_folder=spill_folder)
 
 
 def _carry_out(plan: Plan, around: Surroundings, progress: Progress, request: StopRequest) -> int:
     """Open the stores, step until the end, and say how it ended."""
-    engine = engine_for(plan.recipe, plan.settings, plan.budget.activations)
+    engine = engine_for(
+        plan.recipe,
+        plan.settings,
+        plan.budget.activations,
+        plan.budget.placement,
+        spill_folder=str(plan.store / "spare"),
+    )
     with opened_tiers(plan, engine, around) as tiers:
         head = tiers.training.branches()[tiers.branch]
         _say_start(plan, tiers, head, progress)
