@@ -30,16 +30,14 @@ from trainer.data.rows import TokenRows
 from trainer.device import Device
 from trainer.found import find_run
 from trainer.model.config import ModelConfig
-from trainer.opening import Surroundings, opened_tiers
+from trainer.opening import Surroundings
 from trainer.options import EngineOptions
 from trainer.plan import make_plan
 from trainer.progress import PlainProgress
 from trainer.recipe_build import Given, check_given
-from trainer.run import Run, RunLogs
-from trainer.run_shards import lines_since
+from trainer.run import Run
 from trainer.signals import StopRequest
-from trainer.start import engine_for
-from trainer.step_log import open_step_log
+from trainer.start import opened_run
 from trainer.watchdog import Watchdog
 
 STEPS = 20
@@ -133,7 +131,7 @@ def streamed(cell: Cell, places: Places, device: str, sabotage: Sabotage | None 
     given = given_of(cell, places, device)
     trace: list[StepTrace] = []
     try:
-        with opened_run(given) as run:
+        with run_of(given) as run:
             if sabotage is not None:
                 sabotage(run)
             run.keep_head()
@@ -152,33 +150,14 @@ def streamed(cell: Cell, places: Places, device: str, sabotage: Sabotage | None 
 
 
 @contextmanager
-def opened_run(given: Given) -> Iterator[Run]:
+def run_of(given: Given) -> Iterator[Run]:
     """Open what `train` opens for these flags, ready for its first step."""
     plan = make_plan(find_run(given), given, check_given(given))
-    engine = engine_for(plan.recipe, plan.settings, plan.budget.activations)
+    ceiling = Ceiling(matmul_flops_per_second=1.0, copy_bytes_per_second=1.0)
     with Watchdog(_say_nothing) as watchdog:
         around = Surroundings(note=_say_nothing, watchdog=watchdog, allow_network=False)
-        with opened_tiers(plan, engine, around) as tiers:
-            head = tiers.training.branches()[tiers.branch]
-            folder = plan.store / "logs"
-            lines = lines_since(tiers.training, head, head.step, durable_step=0)
-            log = open_step_log(folder, head.step, lambda _: lines)
-            try:
-                yield Run(
-                    plan=plan,
-                    tiers=tiers,
-                    engine=engine,
-                    ceiling=Ceiling(matmul_flops_per_second=1.0, copy_bytes_per_second=1.0),
-                    head=head,
-                    cursor=plan.cursor,
-                    unrecorded=plan.recipe_changes,
-                    progress=_Silent(),
-                    logs=RunLogs(folder=folder, step_log=log, scalars=None),
-                    watchdog=watchdog,
-                    request=StopRequest(),
-                )
-            finally:
-                log.close()
+        with opened_run(plan, around, _Silent(), StopRequest(), ceiling=ceiling) as run:
+            yield run
 
 
 def resident_trace(reference: Reference, data: Path, device: str) -> Trace:

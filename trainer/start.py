@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import torch
@@ -19,11 +19,12 @@ from shardb import Commit
 from shardb.errors import ShardbError
 from shardb.state import DEFAULT_BRANCH
 from trainer.budget import check_memory, check_space
-from trainer.ceiling import ceiling_of
+from trainer.ceiling import Ceiling, ceiling_of
 from trainer.device import Device
 from trainer.engine import Engine
 from trainer.found import find_run
 from trainer.opening import Surroundings, opened_tiers
+from trainer.pipeline.choosing import pipeline_settings
 from trainer.plan import Plan, finished_text, make_plan, validates
 from trainer.preflight import BudgetLine, binding, check_vram, preflight, preflight_text
 from trainer.progress import Progress, progress_for
@@ -90,11 +91,23 @@ def engine_for(
     torch.set_num_threads(recipe.threads)
     options = options_of(recipe, settings, activations, placement)
     device = Device.from_name(recipe.device)
-    return Engine(recipe.model, options, device, spill_folder=spill_folder)
+    engine = Engine(recipe.model, options, device, spill_folder=spill_folder)
+    chosen = pipeline_settings(settings, options, device)
+    if chosen is not None:
+        engine.use_pipeline(chosen)
+    return engine
 
 
-def _carry_out(plan: Plan, around: Surroundings, progress: Progress, request: StopRequest) -> int:
-    """Open the stores, step until the end, and say how it ended."""
+@contextmanager
+def opened_run(
+    plan: Plan,
+    around: Surroundings,
+    progress: Progress,
+    request: StopRequest,
+    *,
+    ceiling: Ceiling | None = None,
+) -> Iterator[Run]:
+    """Open all that a run needs to step; `ceiling` is measured when none is given."""
     engine = engine_for(
         plan.recipe,
         plan.settings,
@@ -102,17 +115,16 @@ def _carry_out(plan: Plan, around: Surroundings, progress: Progress, request: St
         plan.budget.placement,
         spill_folder=str(plan.store / "spare"),
     )
-    with opened_tiers(plan, engine, around) as tiers:
+    with opened_tiers(plan, engine, around) as tiers, closing(engine):
         head = tiers.training.branches()[tiers.branch]
         _say_start(plan, tiers, head, progress)
         with _open_logs(plan, tiers, head) as logs:
-            run = Run(
+            yield Run(
                 plan=plan,
                 tiers=tiers,
                 engine=engine,
-                ceiling=ceiling_of(
-                    plan.recipe, engine.options.torch_dtype, engine.device, logs.folder
-                ),
+                ceiling=ceiling
+                or ceiling_of(plan.recipe, engine.options.torch_dtype, engine.device, logs.folder),
                 head=head,
                 cursor=plan.cursor,
                 unrecorded=plan.recipe_changes,
@@ -121,13 +133,18 @@ def _carry_out(plan: Plan, around: Surroundings, progress: Progress, request: St
                 watchdog=around.watchdog,
                 request=request,
             )
-            try:
-                run.go_on()
-            except Exception:
-                _rescue(run, progress)
-                raise
-            tiers.finish(run.head)
-        return _say_end(plan, run)
+
+
+def _carry_out(plan: Plan, around: Surroundings, progress: Progress, request: StopRequest) -> int:
+    """Open the stores, step until the end, and say how it ended."""
+    with opened_run(plan, around, progress, request) as run:
+        try:
+            run.go_on()
+        except Exception:
+            _rescue(run, progress)
+            raise
+        run.tiers.finish(run.head)
+    return _say_end(plan, run)
 
 
 @contextmanager
