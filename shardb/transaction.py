@@ -40,13 +40,15 @@ STEP_LIMIT = 1 << 63
 
 @dataclass(kw_only=True)
 class Staged:
-    """A shard staged in this transaction: its image, and the file it is being written to."""
+    """A shard staged in this transaction: its image, and the file it is being written to.
+
+    `buffer` holds the image, and is None once that was let go.
+    """
 
     image: StagedShard
-    buffer: PooledBuffer
+    buffer: PooledBuffer | None
     trainable: bool
     written: Future[StagedObject] | None = None
-    let_go: bool = False
 
 
 class Transaction:
@@ -75,7 +77,7 @@ class Transaction:
         if staged is not None:
             if not staged.image.sealed:
                 raise UsageError(f"shard {name!r} is staged but not sealed; call seal() first")
-            if staged.let_go:
+            if staged.buffer is None:
                 raise UsageError(f"shard {name!r} was let go: it can be read after the commit")
             digest = _digest_if_written(staged)
             image = staged.buffer.array(staged.image.bytes, writable=False)
@@ -144,10 +146,10 @@ class Transaction:
         staged.image.seal()
         assert staged.written is not None
         staged.written.result()
-        if staged.buffer.path is None and not staged.let_go:
-            staged.let_go = True
+        if staged.buffer is not None and staged.buffer.path is None:
             staged.image.image = np.empty(0, dtype=np.uint8)
             staged.buffer.release(self._store.buffers)
+            staged.buffer = None
 
     def discard(self, name: str) -> None:
         """Drop what is staged of a shard, so that it can be staged again."""
@@ -228,10 +230,12 @@ class Transaction:
     def _write_out(self, shard: StagedShard) -> None:
         staged = self._staged[shard.name]
         branch = self.branch
-        image = staged.buffer.array(shard.bytes, writable=False)
+        buffer = staged.buffer
+        assert buffer is not None, "an image is let go after it was sealed"
+        image = buffer.array(shard.bytes, writable=False)
         shard.image = image  # what the caller asks for from here on is read-only
         staged.written = self._store.writer.submit(
-            lambda: self._store.write_object(shard.name, image, staged.buffer, branch)
+            lambda: self._store.write_object(shard.name, image, buffer, branch)
         )
 
     def _wait_and_sync(self) -> dict[str, StagedObject]:
@@ -239,17 +243,18 @@ class Transaction:
         for name, staged in self._staged.items():
             assert staged.written is not None
             objects[name] = staged.written.result()
-            if staged.buffer.path is not None and staged.buffer.writers:
-                objects[name] = self._copied(staged)
+            buffer = staged.buffer
+            if buffer is not None and buffer.path is not None and buffer.writers:
+                objects[name] = self._copied(staged, buffer)
         self._store.sync_objects(list(objects.values()))
         return objects
 
-    def _copied(self, staged: Staged) -> StagedObject:
+    def _copied(self, staged: Staged, buffer: PooledBuffer) -> StagedObject:
         """Copy a mapped image that the caller can still write into: an object never changes."""
         store, size = self._store, staged.image.bytes
         copy = store.buffers.take(size, self.branch)
         copy.array(size, writable=True)[:] = staged.image.image
-        staged.buffer.release(store.buffers)
+        buffer.release(store.buffers)
         staged.buffer = copy
         staged.image.image = image = copy.array(size, writable=False)
         written = store.write_object(staged.image.name, image, copy, self.branch)
@@ -307,27 +312,28 @@ class Transaction:
         A mapped duplicate is no object's file, and goes; so does an image that the caller can still
         write into.
         """
-        if staged.let_go:
+        buffer, own = staged.buffer, self._store.objects.path(written.digest)
+        if buffer is None:
             return
-        path = staged.buffer.path
-        if path in (None, self._store.objects.path(written.digest)) and not staged.buffer.writers:
-            self._store.cache.put(written.digest, staged.image.layout, staged.buffer)
+        if buffer.path in (None, own) and not buffer.writers:
+            self._store.cache.put(written.digest, staged.image.layout, buffer)
         else:
-            staged.buffer.release(self._store.buffers)
+            buffer.release(self._store.buffers)
 
     def _give_back(self, staged: Staged) -> None:
         """Return file and memory of a staged shard; a failed write has nothing to return.
 
         A mapped file that has its content name is left alone: the commit may have landed.
         """
+        buffer = staged.buffer
         if staged.written is not None and staged.written.exception() is None:
             written = staged.written.result()
-            if staged.buffer.path == self._store.objects.path(written.digest):
-                staged.buffer.disown()
+            if buffer is not None and buffer.path == self._store.objects.path(written.digest):
+                buffer.disown()
             else:
                 self._store.drop_object(written)
-        if not staged.let_go:
-            staged.buffer.release(self._store.buffers)
+        if buffer is not None:
+            buffer.release(self._store.buffers)
 
     def _close(self) -> None:
         self._open = False
