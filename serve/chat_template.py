@@ -20,7 +20,6 @@ from datetime import datetime
 from typing import Any, Protocol
 
 from jinja2 import TemplateError
-from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from serve.errors import ApiError
@@ -28,6 +27,11 @@ from serve.vocabulary import Vocabulary
 from trainer.errors import InputError
 
 Message = Mapping[str, Any]
+# What a template raises, on purpose or because the messages are not what it takes for granted.
+TEMPLATE_FAULTS = (
+    *(TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError),
+    *(TypeError, ValueError),
+)
 PLAIN_NAMES = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
 _STORY_REQUEST = re.compile(
     r"^\W*(?:please |can you |could you |would you )*(?:write|tell|give|make|continue|create)"
@@ -83,7 +87,7 @@ class TemplateFormat:
             text = self._template.render(
                 messages=safe, add_generation_prompt=add_generation_prompt, **self._tokens
             )
-        except (TemplateError, SecurityError, TypeError, KeyError, ValueError) as error:
+        except TEMPLATE_FAULTS as error:
             raise ApiError(
                 400,
                 f"the model's chat template refuses these messages: {error}",

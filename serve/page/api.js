@@ -16,7 +16,7 @@ export async function ask(path, body, signal) {
   const options = { headers, signal };
   if (body) Object.assign(options, { method: "POST", body: JSON.stringify(body) });
   const answer = await fetch(path, options);
-  if (answer.status === 401) $("key-label").hidden = false;
+  if (answer.status === 401) $("key-form").hidden = false;
   if (!answer.ok) {
     const told = await answer.json().catch(() => null);
     throw new Error(told?.error?.message ?? `the server answered ${answer.status}`);

@@ -195,8 +195,10 @@ document.addEventListener("try", (event) => {
   $("model").value = event.detail;
   showTab("write");
 });
-$("key").onchange = () => {
+$("key-form").onsubmit = (event) => {
+  event.preventDefault();
   sessionStorage.setItem("key", $("key").value);
+  $("key-form").hidden = true;
   fillModels();
   showState();
 };
