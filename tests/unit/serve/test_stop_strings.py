@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,7 +35,7 @@ def test_is_the_text_the_same_however_it_is_cut(
 ) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     edges = [0, *cuts, len(text)]
-    pieces = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    pieces = [text[a:b] for a, b in pairwise(edges)]
     assert said(pieces, stops)[0] == said(list(text), stops)[0] == expected(text, stops)
 
 
