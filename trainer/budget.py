@@ -210,6 +210,8 @@ def _activations(recipe: Recipe, settings: Settings) -> str:
     """Choose `keep` where `auto` was given and all of it takes at most half of what is free."""
     if settings.activations != "auto":
         return settings.activations
+    if settings.activation_placement == "spill":
+        return "recompute"
     kept_bytes = sum(_memory(recipe, settings, "keep").values())
     fits = recipe.device == "cpu" and kept_bytes <= machine_memory()[1] // 2
     return "keep" if fits else "recompute"

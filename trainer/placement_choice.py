@@ -2,7 +2,7 @@
 
 Owns the order of choice: where the step computes, else host memory, else a file. Sizes come from
 `vram` and `budget`. Knows nothing of steps. None of it changes a bit of a result. On a CPU the
-device's memory is host memory, so that `vram` and `host` are one place, called `host`.
+device's memory is host memory, so that `vram` and `host` are one place, called `vram`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def placed(budget: Budget, recipe: Recipe, settings: Settings, store: Path) -> B
     place, why = _place(budget, recipe, settings, store, size)
     memory = dict(budget.memory)
     memory.pop(BOUNDARIES, None)
-    if place == "host":
+    if place == "host" or (place == "vram" and recipe.device == "cpu"):
         memory[BOUNDARIES] = size
     return replace(
         budget,
@@ -55,7 +55,7 @@ def _place(
     if wanted != "auto":
         return _where_computed(device, wanted), "asked for by --activation-placement"
     if budget.activations == "keep":
-        return _where_computed(device, "vram"), "all activations are kept"
+        return "vram", "all activations are kept"
     if not device.is_host:
         free = (device.memory_bytes() or (0, 0))[0]
         needed = predicted_bytes(_shape(recipe, settings))
@@ -64,18 +64,20 @@ def _place(
     available = machine_memory()[1]
     needed = size + sum(held for part, held in budget.memory.items() if part != BOUNDARIES)
     if needed <= available:
-        return "host", f"training needs {in_bytes(needed)} of the {in_bytes(available)} free there"
+        why = f"training needs {in_bytes(needed)} of the {in_bytes(available)} free there"
+        return _where_computed(device, "host"), why
     room = room_bytes(store)
     if not is_ram_disk(store) and budget.store_bytes + size <= room:
         return (
             "spill",
             f"training would need {in_bytes(needed)} of memory, {in_bytes(available)} are free",
         )
-    return "host", f"neither memory ({in_bytes(available)} free) nor {store} has room"
+    why = f"neither memory ({in_bytes(available)} free) nor {store} has room for more"
+    return _where_computed(device, "host"), why
 
 
 def _where_computed(device: Device, wanted: str) -> str:
-    return "host" if device.is_host and wanted == "vram" else wanted
+    return "vram" if device.is_host and wanted == "host" else wanted
 
 
 def _shape(recipe: Recipe, settings: Settings) -> StepShape:

@@ -86,7 +86,7 @@ def preflight(
     shape = shape_of(recipe, settings, budget)
     lines = [
         _vram(device, shape),
-        _boundaries(budget),
+        _boundaries(budget, device),
         _host_memory(budget),
         _page_locked(device, settings, budget),
         *_ram_disk(settings, budget),
@@ -142,9 +142,10 @@ def _host_memory(budget: Budget) -> BudgetLine:
     return _line("host memory", budget.memory_bytes, total, text, remedy)
 
 
-def _boundaries(budget: Budget) -> BudgetLine:
+def _boundaries(budget: Budget, device: Device) -> BudgetLine:
     """Tell where what waits for the backward pass will be, and why."""
-    places = {"vram": "device memory", "host": "host memory", "spill": "a file in the store"}
+    own = "host memory" if device.is_host else "device memory"
+    places = {"vram": own, "host": "host memory", "spill": "a file in the store"}
     text = (
         f"{in_bytes(budget.boundary_bytes)} in {places[budget.placement]}: {budget.placement_why}"
     )
