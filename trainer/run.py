@@ -103,6 +103,8 @@ class Run:
         self.keep_head()
         while not self.is_finished() and self.request.stop_signal is None:
             line = self.step()
+            for reason in self.engine.device.page_locks.reasons():
+                self.progress.note(reason)
             if line is not None:
                 self.logs.append(line)
                 self.progress.step(line)
