@@ -1,8 +1,8 @@
 """Messages to a prompt: a model's own chat template, or an adapter for models without one.
 
 Owns the rendering and the two adapters. Knows nothing of HTTP. Invariants: a template reaches
-nothing but the messages it is given; what a user typed stays text, also where it looks like a control
-token; a template writes its own beginning of text, so no second one is added.
+nothing but the messages it is given; what a user typed stays text, also where it looks like a
+control token; a template writes its own beginning of text, so no second one is added.
 
 The plain adapter, for base models: every message on lines of its own as `System: …`, `User: …`,
 `Assistant: …`, a blank line between two, and `Assistant:` at the end; the answer ends where the
