@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from serve.row_products import RowProducts
 from serve.weights import StageKey, StagePlace, Weights, bring_weights, kept_bytes, weights_bytes
 from shardb.errors import ShardbError
 from trainer.device import Device
@@ -40,13 +41,20 @@ class _Brought:
 class StageShelf:
     """Gives the stages of a sweep, one after the other."""
 
-    def __init__(self, device: Device, dtype: torch.dtype, max_resident_bytes: int | None) -> None:
+    def __init__(
+        self,
+        device: Device,
+        dtype: torch.dtype,
+        products: RowProducts,
+        max_resident_bytes: int | None,
+    ) -> None:
         self.resident_bytes = 0
         self.bytes_read = 0
         self.read_seconds = 0.0
         self.wait_seconds = 0.0
         self._device = device
         self._dtype = dtype
+        self._products = products
         self._max_bytes = max_resident_bytes
         self._resident: dict[StageKey, _Resident] = {}
         self._order: deque[StagePlace] = deque()
@@ -138,7 +146,7 @@ class StageShelf:
 
     def _bring(self, place: StagePlace, stays: bool) -> _Brought:
         started = time.perf_counter()
-        weights = bring_weights(place, self._device, self._dtype, keep=stays)
+        weights = bring_weights(place, self._device, self._dtype, self._products, keep=stays)
         return _Brought(weights=weights, stays=stays, seconds=time.perf_counter() - started)
 
     def _may_stay(self, place: StagePlace) -> bool:

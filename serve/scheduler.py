@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -83,8 +83,9 @@ class Scheduler:
         self.options = options
         self._device = Device.from_name(options.device)
         self._dtype = DTYPES[options.dtype]
-        self._decoder = Decoder(RowProducts(is_host=self._device.is_host), self._dtype)
-        self._shelf = StageShelf(self._device, self._dtype, options.max_resident_bytes)
+        products = RowProducts(self._dtype, is_host=self._device.is_host)
+        self._decoder = Decoder(products, self._dtype)
+        self._shelf = StageShelf(self._device, self._dtype, products, options.max_resident_bytes)
         self._caches: dict[CacheGeometry, PagedCache] = {}
         self._places: dict[int, list[StagePlace]] = {}
         self._admission = Admission(
@@ -97,7 +98,7 @@ class Scheduler:
         self._sweep_seconds = 0.0
         self._changed = threading.Condition()
         self._arrived: list[Job] = []
-        self._errands: list[tuple[PinnedModel, Future[None]]] = []
+        self._errands: list[tuple[Callable[[], None], Future[None]]] = []
         self._state = "open"
         self._worker = threading.Thread(target=self._work, name="sweeps", daemon=True)
         self._worker.start()
@@ -133,13 +134,11 @@ class Scheduler:
         Raises:
             CorruptionError: a stage cannot be read.
         """
-        done: Future[None] = Future()
-        with self._changed:
-            if self._state != "open":
-                raise UsageError("the scheduler is closed: nothing is loaded any more")
-            self._errands.append((pinned, done))
-            self._changed.notify()
-        done.result()
+        self._run_in_worker(lambda: self._load(pinned))
+
+    def forget_prefixes(self) -> None:
+        """Forget the keys and values that no request holds, so that nothing is found again."""
+        self._run_in_worker(self._forget_idle)
 
     def statistics(self) -> SchedulerStatistics:
         """Give the counts so far."""
@@ -175,6 +174,15 @@ class Scheduler:
                 self._state = "cancelling"
                 self._changed.notify()
             self._worker.join()
+
+    def _run_in_worker(self, errand: Callable[[], None]) -> None:
+        done: Future[None] = Future()
+        with self._changed:
+            if self._state != "open":
+                raise UsageError("the scheduler is closed: it does nothing any more")
+            self._errands.append((errand, done))
+            self._changed.notify()
+        done.result()
 
     def _wake(self) -> None:
         with self._changed:
@@ -223,13 +231,17 @@ class Scheduler:
 
     def _run_errands(self) -> None:
         while self._errands:
-            pinned, done = self._errands.pop(0)
+            errand, done = self._errands.pop(0)
             try:
-                self._load(pinned)
-            except Exception as error:  # noqa: BLE001 - it belongs to the caller of `preload`
+                errand()
+            except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for it
                 done.set_exception(error)
             else:
                 done.set_result(None)
+
+    def _forget_idle(self) -> None:
+        for cache in self._caches.values():
+            cache.forget_idle()
 
     def _load(self, pinned: PinnedModel) -> None:
         places = stage_places(pinned)

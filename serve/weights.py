@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from serve.pinned import PinnedModel
+from serve.row_products import RowProducts
 from shardb.errors import UsageError
 from trainer.device import Device
 from trainer.model.config import ModelConfig
@@ -64,8 +65,15 @@ def stage_places(pinned: PinnedModel) -> list[StagePlace]:
     return places
 
 
-def bring_weights(place: StagePlace, device: Device, dtype: torch.dtype, *, keep: bool) -> Weights:
-    """Read and check a stage; with `keep` as a copy of its own.
+def bring_weights(
+    place: StagePlace,
+    device: Device,
+    dtype: torch.dtype,
+    products: RowProducts,
+    *,
+    keep: bool,
+) -> Weights:
+    """Read and check a stage; with `keep` as a copy of its own, packed for the processor.
 
     Without it they may be the store's mapped file, good while the commit is leased. A table stays
     as stored: its rows are rounded when they are looked up.
@@ -74,16 +82,13 @@ def bring_weights(place: StagePlace, device: Device, dtype: torch.dtype, *, keep
         CorruptionError: its bytes are not those that were committed.
     """
     view = place.pinned.read(place.shard)
-    wanted = None if place.key.role == "table" else dtype
-    weights = device.bring_in(view, wanted)
-    if keep and device.is_host:
-        stored = view.image
-        start, end = stored.ctypes.data, stored.ctypes.data + len(stored)
-        return {
-            name: tensor.clone() if start <= tensor.data_ptr() < end else tensor
-            for name, tensor in weights.items()
-        }
-    return weights
+    is_table = place.key.role == "table"
+    weights = device.bring_in(view, None if is_table else dtype)
+    if not keep or not device.is_host:
+        return weights
+    if is_table:
+        return {name: tensor.clone() for name, tensor in weights.items()}
+    return {name: products.pack(tensor) for name, tensor in weights.items()}
 
 
 def kept_bytes(place: StagePlace, config: ModelConfig, dtype: torch.dtype) -> int:
@@ -97,7 +102,7 @@ def kept_bytes(place: StagePlace, config: ModelConfig, dtype: torch.dtype) -> in
 
 def weights_bytes(weights: Weights) -> int:
     """Give the memory of a stage's parameters."""
-    return sum(tensor.nbytes for tensor in weights.values())
+    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in weights.values())
 
 
 def _role(index: int, count: int) -> Role:
