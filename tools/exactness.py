@@ -10,8 +10,8 @@ resident training; kills some of them and goes on; and breaks some on purpose, w
 
 An interrupt removes what was written.
 
-Exit codes: 0 no difference and every control was noticed; 1 a difference, or a control that was
-not noticed; 2 usage; 130 interrupted.
+Exit codes: 0 no difference and every control was noticed; 1 a difference, a control that was
+not noticed, or not everything was run; 2 usage; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import json
 import multiprocessing
 import os
 import platform
+import random
 import shutil
 import sys
 import tempfile
@@ -28,7 +29,6 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +53,22 @@ KILLS_IN_SAMPLE = 2
 
 
 class Progress:
-    """One line about every two seconds: how far, how fast, how long still."""
+    """One line about every two seconds: how far, how fast, how long still; and the time limit."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit_seconds: float) -> None:
+        self.not_run = 0
         self._began = time.monotonic()
+        self._limit_seconds = limit_seconds
         self._told = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Give how long it has been."""
+        return round(time.monotonic() - self._began, 1)
+
+    def is_over(self) -> bool:
+        """Say whether nothing more may begin."""
+        return self.seconds > self._limit_seconds
 
     def tell(self, what: str, done: int, total: int, began: float, wrong: int) -> None:
         """Print when it is time, and at the end."""
@@ -92,7 +103,7 @@ def main() -> int:
         shutil.rmtree(memory, ignore_errors=True)
     print("\n".join(findings.table()))
     if arguments.out:
-        document = {"machine": _machine(arguments), **asdict(findings)}
+        document = {"machine": _machine(arguments), **findings.to_json()}
         Path(arguments.out).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0 if findings.hold() else 1
 
@@ -102,12 +113,13 @@ def examine(arguments: argparse.Namespace, places: Places) -> Findings:
     cells = covering_sample(arguments.seed) if arguments.sample else all_cells()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tools.exactness_findings"])
-    progress, began = Progress(), time.monotonic()
+    random.Random(arguments.seed).shuffle(cells)
+    progress = Progress(arguments.limit_seconds)
     with ProcessPoolExecutor(arguments.jobs, mp_context=context) as pool:
         found, broken = _train_cells(pool, cells, places, arguments.device, progress)
     by_cell = {each.cell: each for each in found}
     count = min(arguments.kills, KILLS_IN_SAMPLE) if arguments.sample else arguments.kills
-    victims = [by_cell[cell] for cell in _victims(cells, arguments.seed, count)]
+    victims = [by_cell[c] for c in _victims(cells, arguments.seed, count) if c in by_cell]
     with ThreadPoolExecutor(arguments.jobs) as threads:
         kills = [
             threads.submit(
@@ -126,7 +138,8 @@ def examine(arguments: argparse.Namespace, places: Places) -> Findings:
         cells=found,
         kills=[each for each in killed if isinstance(each, KillFinding)],
         controls=broken + [each for each in killed if isinstance(each, ControlFinding)],
-        seconds=round(time.monotonic() - began, 1),
+        seconds=progress.seconds,
+        not_run=progress.not_run,
     )
 
 
@@ -136,30 +149,29 @@ def _train_cells(
     """Train the references, then what is compared with them."""
     broken_cells = [cell for _, cell in controls()]
     references = sorted({cell.reference for cell in [*cells, *broken_cells]})
-    traces = dict(
-        zip(
-            references,
-            _gathered(
-                "resident runs",
-                [pool.submit(resident_trace, each, places.data, device) for each in references],
-                progress,
-            ),
-            strict=True,
-        )
-    )
-    broken = [
+    resident = [pool.submit(resident_trace, each, places.data, device) for each in references]
+    _gathered("resident runs", resident, progress)
+    made = [each for each in zip(references, resident, strict=True) if not each[1].cancelled()]
+    traces = {reference: future.result() for reference, future in made}
+    wanted: list[Future[Any]] = [
         pool.submit(run_control, control, cell, places, device, traces[cell.reference])
         for control, cell in controls()
+        if cell.reference in traces
     ]
-    trained = [
-        pool.submit(run_cell, cell, places, device, traces[cell.reference]) for cell in cells
+    wanted += [
+        pool.submit(run_cell, cell, places, device, traces[cell.reference])
+        for cell in cells
+        if cell.reference in traces
     ]
-    done = _gathered("cells and controls", [*broken, *trained], progress)
-    return done[len(broken) :], done[: len(broken)]
+    done = _gathered("cells and controls", wanted, progress)
+    return (
+        [each for each in done if isinstance(each, CellFinding)],
+        [each for each in done if isinstance(each, ControlFinding)],
+    )
 
 
 def _gathered(what: str, futures: Iterable[Future[Any]], progress: Progress) -> list[Any]:
-    """Wait for all, telling how far they are; give their results in order."""
+    """Wait for all that may still begin, telling how far they are; give the results in order."""
     asked = list(futures)
     began, waiting = time.monotonic(), set(asked)
     wrong = 0
@@ -167,7 +179,10 @@ def _gathered(what: str, futures: Iterable[Future[Any]], progress: Progress) -> 
         done, waiting = wait_for(waiting, timeout=1.0, return_when="FIRST_COMPLETED")
         wrong += sum(getattr(each.result(), "is_wrong", False) for each in done)
         progress.tell(what, len(asked) - len(waiting), len(asked), began, wrong)
-    return [each.result() for each in asked]
+        if progress.is_over():
+            waiting -= {each for each in waiting if each.cancel()}
+    progress.not_run += sum(each.cancelled() for each in asked)
+    return [each.result() for each in asked if not each.cancelled()]
 
 
 def _victims(cells: list[Cell], seed: int, count: int) -> list[Cell]:
@@ -202,6 +217,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", help="a JSON file for everything that was found")
     parser.add_argument("--sample", action="store_true", help="a covering sample of the cells")
     parser.add_argument("--kills", type=int, default=24, help="how many cells are killed")
+    parser.add_argument(
+        "--limit-seconds", type=float, default=7200.0, help="begin nothing more after this"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the samples")
     parser.add_argument("--scratch", help="a folder on a disk, for the durable stores")
     return parser.parse_args()

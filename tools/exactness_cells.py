@@ -58,6 +58,17 @@ GEOMETRIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
     }
 )
+# Further ways of carrying a run out that may not change a bit: they take turns over the matrix.
+ACTIVATIONS: tuple[Mapping[str, Any], ...] = (
+    {},
+    {"activations": "recompute", "activation_placement": "host"},
+    {"activations": "keep"},
+    {"activations": "recompute", "activation_placement": "spill"},
+)
+WINDOWS = (1, 3, 500)
+PENDING_WRITES = (1, 4)
+# Cells that differ in the last three factors alone have one reference.
+MODES = 8
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -106,6 +117,19 @@ def all_cells() -> list[Cell]:
         Cell(**dict(zip(FACTORS, values, strict=True)))
         for values in itertools.product(*FACTORS.values())
     ]
+
+
+def ways_of(cell: Cell) -> dict[str, Any]:
+    """Give the further flags of a cell, by its place in the matrix."""
+    place = 0
+    for name, values in FACTORS.items():
+        place = place * len(values) + values.index(getattr(cell, name))
+    reference, mode = divmod(place, MODES)
+    return {
+        **ACTIVATIONS[(reference + mode) % len(ACTIVATIONS)],
+        "prefetch_window": WINDOWS[place % len(WINDOWS)],
+        "max_pending_shard_writes": PENDING_WRITES[(reference + mode // 2) % len(PENDING_WRITES)],
+    }
 
 
 def pairs_of(cell: Cell) -> set[tuple[str, Any, str, Any]]:

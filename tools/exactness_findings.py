@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.context import ForkServerContext
+from typing import Any
 
-from tools.exactness_cells import FACTORS, Cell
+from shardb.errors import ShardbError
+from tools.exactness_cells import FACTORS, Cell, ways_of
 from tools.exactness_controls import break_run
 from tools.exactness_killed import killed, kills_of
-from tools.exactness_runs import Places, streamed
+from tools.exactness_runs import Places, Streamed, streamed
 from tools.exactness_trace import Trace, differences, shows_nothing
 
 SHOWN = 20
@@ -27,7 +29,9 @@ class CellFinding:
 
     cell: Cell
     geometry: str
+    ways: Mapping[str, Any]
     steps: int
+    pipeline_steps: int
     batches: int
     tensors: int
     clipped_steps: int
@@ -77,11 +81,22 @@ class Findings:
     kills: list[KillFinding]
     controls: list[ControlFinding]
     seconds: float
+    not_run: int = 0
 
     def hold(self) -> bool:
-        """Say whether every cell and kill is equal, and every control was noticed."""
+        """Say whether all was run, every cell and kill is equal, and every control was noticed."""
         found = (self.cells, self.kills, self.controls)
-        return not any(each.is_wrong for kind in found for each in kind)
+        return not self.not_run and not any(each.is_wrong for kind in found for each in kind)
+
+    def to_json(self) -> dict[str, Any]:
+        """Give everything but the digests of shards."""
+        return {
+            "cells": [without(asdict(each), "shards") for each in self.cells],
+            "kills": [asdict(each) for each in self.kills],
+            "controls": [asdict(each) for each in self.controls],
+            "seconds": self.seconds,
+            "not_run": self.not_run,
+        }
 
     def table(self) -> list[str]:
         """Give the report as lines."""
@@ -122,29 +137,47 @@ class Findings:
         kills = sum(each.kills for each in self.kills)
         gone_on = sum(not each.is_wrong for each in self.kills)
         noticed = sum(not each.is_wrong for each in self.controls)
+        through = sum(each.pipeline_steps for each in self.cells)
+        late = [f"{self.not_run} were not run: the time was over"] if self.not_run else []
         return [
+            *late,
             f"{equal} of {len(self.cells)} cells equal resident training",
             f"{steps:,} steps, {values:,} tensors; {skipped:,} batches overflowed and were skipped",
+            f"{through:,} steps went through the device's pipeline",
             f"{gone_on} of {len(self.kills)} runs killed ({kills} times) equal those never killed",
             f"{noticed} of {len(self.controls)} controls noticed",
             f"{self.seconds:.0f} s",
         ]
 
 
+def without(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Give a mapping without one of its entries."""
+    return {key: value for key, value in values.items() if key != name}
+
+
 def run_cell(cell: Cell, places: Places, device: str, reference: Trace) -> CellFinding:
-    """Train a cell and compare it."""
+    """Train a cell and compare it; an error of it is a difference."""
     began = time.monotonic()
-    found = streamed(cell, places.of_run(f"cell {cell.name}"), device)
+    try:
+        found = streamed(cell, places.of_run(f"cell {cell.name}"), device)
+        unlike = [
+            *differences(found.trace, reference),
+            *found.faults,
+            *shows_nothing(found.trace, clip=cell.clip, dtype=cell.dtype),
+        ]
+    except Exception as error:  # noqa: BLE001 - one cell's error ends none of the others
+        found = Streamed(trace=[], shards={}, pipeline_steps=0)
+        unlike = [f"{type(error).__name__}: {error}"]
     return CellFinding(
         cell=cell,
         geometry=cell.reference.geometry,
+        ways=ways_of(cell),
         steps=len(found.trace),
-        batches=found.trace[-1].batch,
-        tensors=len(found.trace[-1].tensors),
+        pipeline_steps=found.pipeline_steps,
+        batches=found.trace[-1].batch if found.trace else 0,
+        tensors=len(found.trace[-1].tensors) if found.trace else 0,
         clipped_steps=sum(each.clip_scale < 1.0 for each in found.trace),
-        differences=differences(found.trace, reference)
-        + found.faults
-        + shows_nothing(found.trace, clip=cell.clip, dtype=cell.dtype),
+        differences=unlike,
         seconds=round(time.monotonic() - began, 2),
         shards=found.shards,
     )
@@ -153,16 +186,18 @@ def run_cell(cell: Cell, places: Places, device: str, reference: Trace) -> CellF
 def run_control(
     control: str, cell: Cell, places: Places, device: str, reference: Trace
 ) -> ControlFinding:
-    """Train a cell with a mistake and count what the comparison sees."""
-    found = streamed(
-        cell,
-        places.of_run(f"{control} {cell.name}"),
-        device,
-        sabotage=lambda run: break_run(run, control),
-    )
-    return ControlFinding(
-        control=control, cell=cell, differences=len(differences(found.trace, reference))
-    )
+    """Train a cell with a mistake and count what the comparison sees; an error is seen as well."""
+    try:
+        found = streamed(
+            cell,
+            places.of_run(f"{control} {cell.name}"),
+            device,
+            sabotage=lambda run: break_run(run, control),
+        )
+        seen = len(differences(found.trace, reference))
+    except (AssertionError, ShardbError):
+        seen = 1
+    return ControlFinding(control=control, cell=cell, differences=seen)
 
 
 def run_kill(

@@ -22,7 +22,7 @@ import torch
 import shardb
 from shardb import Commit, Store
 from tests.support.resident import ResidentStep, ResidentTrainer
-from tools.exactness_cells import GEOMETRIES, SIZES, Cell, Reference
+from tools.exactness_cells import GEOMETRIES, SIZES, Cell, Reference, ways_of
 from tools.exactness_trace import StepTrace, Trace, digests_of, unlike_tensors
 from trainer.ceiling import Ceiling
 from trainer.data.batches import batch_at
@@ -84,6 +84,7 @@ class Streamed:
 
     trace: Trace
     shards: dict[int, dict[str, str]]
+    pipeline_steps: int
     faults: list[str] = field(default_factory=list)
 
 
@@ -120,6 +121,7 @@ def given_of(cell: Cell, places: Places, device: str) -> dict[str, Any]:
         "prefetch_shards": cell.prefetch,
         "async_shard_writes": cell.writes == "async",
         "max_steps": STEPS,
+        **ways_of(cell),
     }
     if cell.store == "active":
         given |= {"active": str(places.memory / "active"), "durable_every": DURABLE_EVERY}
@@ -139,10 +141,12 @@ def streamed(cell: Cell, places: Places, device: str, sabotage: Sabotage | None 
                 if run.step() is not None:
                     trace.append(_committed(run))
             run.tiers.finish(run.head)
+            pipeline_steps = run.engine.pipeline_steps
         shards = dict(committed_shards(stores_of(given)[0]))
         return Streamed(
             trace=trace,
             shards=shards,
+            pipeline_steps=pipeline_steps,
             faults=unlike_heads(given, trace[-1]) + unlike_commits(given, shards),
         )
     finally:

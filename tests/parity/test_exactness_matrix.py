@@ -24,6 +24,7 @@ from tools.exactness_cells import (
     geometries_met,
     spread_sample,
     uncovered_pairs,
+    ways_of,
 )
 from tools.exactness_controls import CONTROLS, controls
 from tools.exactness_findings import (
@@ -115,6 +116,9 @@ def test_the_matrix_is_whole_and_every_geometry_meets_every_value() -> None:
     references = sorted({cell.reference for cell in cells})
     assert (len(cells), len(set(cells)), len(references)) == (432, 432, 54)
     assert len(geometries_met(references)) == len(GEOMETRIES) * (3 + 3 + 2 + 3)
+    for name in ("activations", "activation_placement", "prefetch_window"):
+        met = {(str(ways_of(c).get(name)), c.store, c.prefetch, c.optimizer) for c in cells}
+        assert len(met) == 3 * 2 * 2 * 3, name
     killed = spread_sample(0, 24)
     assert len(set(killed)) == 24
     assert uncovered_pairs(killed) == set()
@@ -144,7 +148,9 @@ def test_findings_hold_only_without_a_difference_and_with_every_control_noticed(
     equal = CellFinding(
         cell=cell,
         geometry=cell.reference.geometry,
+        ways={},
         steps=STEPS,
+        pipeline_steps=0,
         batches=STEPS + 2,
         tensors=10,
         clipped_steps=1,
@@ -165,3 +171,5 @@ def test_findings_hold_only_without_a_difference_and_with_every_control_noticed(
     ):
         assert not bad.hold()
         assert any(cell.name in line for line in bad.table())
+    assert not replace(good, not_run=1).hold()
+    assert "shards" not in good.to_json()["cells"][0]
