@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trainer.errors import InputError
 from trainer.model.config import ModelConfig
-from trainer.model.stages import LmHead, Stage, build_trunk
+from trainer.model.stages import Stage, build_head, build_trunk
 
 POSITIONS = 128
 ALIGNMENT_BYTES = 64
@@ -44,7 +44,7 @@ def stage_logits(model: ModelConfig, read: ReadShard, ids_T: Tensor, dtype: torc
     """
     x = ids_T[None]
     with torch.no_grad():
-        for stage in (*build_trunk(model), LmHead(model)):
+        for stage in (*build_trunk(model), build_head(model)):
             x = stage.forward(_parameters(stage, read, dtype), x)
             if stage.keeps_master_dtype:
                 x = x.to(dtype)

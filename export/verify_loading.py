@@ -24,7 +24,6 @@ from export.package_tokenizer import TEMPLATE_FILE, TOKENIZER_FILE
 from export.reference_logits import stage_logits
 from trainer.model.config import ModelConfig
 
-ATTENTION = "sdpa"
 # What tokenizers disagree on: spaces, line ends, digits, letters outside ASCII, control tokens.
 SAMPLES = (
     "Once upon a time, there was a naïve élève named Lily.",
@@ -56,7 +55,6 @@ def by_transformers(folder: Path, ids_T: Tensor) -> Outcome:
     loading: Any = transformers.AutoModelForCausalLM.from_pretrained(
         folder,
         local_files_only=True,
-        attn_implementation=ATTENTION,
         output_loading_info=True,
         **{chosen: "auto"},
     )
@@ -68,7 +66,12 @@ def by_transformers(folder: Path, ids_T: Tensor) -> Outcome:
     has_tokenizer = (folder / TOKENIZER_FILE).is_file()
     return Outcome(
         logits_TV=logits_TV,
-        versions={"transformers": version, "attention": ATTENTION, "torch": torch.__version__},
+        versions={
+            "transformers": version,
+            # `sdpa` in every family that knows it; Gemma2 computes attention step by step.
+            "attention": str(model.config._attn_implementation),
+            "torch": torch.__version__,
+        },
         faults=faults,
         disagreements=_disagreements(folder, model) if has_tokenizer else (),
     )
