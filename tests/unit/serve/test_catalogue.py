@@ -50,9 +50,9 @@ def test_what_ids_mean(run: Path, tmp_path: Path) -> None:
         commit = opened.stores[0].models.resolve("step-1").id
         steps = {
             "primary": 2,
-            "backup": 2,
+            "backup": 7,
             "run": 2,
-            "old": 2,
+            "old": 7,
             "main": 2,
             "step-1": 1,
             "run@step-1": 1,
