@@ -21,6 +21,10 @@ from trainer.data.manifest import SplitEntry
 from trainer.data.npy_header import read_header
 from trainer.errors import InputError
 
+# Of a raw file, so many ids are looked at to see whether its type was named rightly.
+WIDTH_SAMPLE_IDS = 4096
+WIDTH_SAMPLE_IDS_MIN = 64
+
 
 @dataclass(frozen=True, kw_only=True)
 class RowFile:
@@ -118,6 +122,7 @@ def raw_file(path: Path, dtype: np.dtype[Any], seq_len: int) -> RowFile:
             f"{path}: {ids:,} ids are less than one row of {seq_len + 1:,}; "
             "give a smaller seq_len or a longer file"
         )
+    _refuse_wider_ids(path, dtype)
     return RowFile(
         path=path,
         rows=rows,
@@ -128,6 +133,18 @@ def raw_file(path: Path, dtype: np.dtype[Any], seq_len: int) -> RowFile:
         file_bytes=status.st_size,
         identity=identity_of(status),
     )
+
+
+def _refuse_wider_ids(path: Path, dtype: np.dtype[Any]) -> None:
+    """Refuse a file of uint32 that is read as uint16: every second id would be 0, in silence."""
+    if dtype.itemsize != 2:
+        return
+    ids = np.fromfile(path, dtype=dtype, count=WIDTH_SAMPLE_IDS)
+    if ids.size >= WIDTH_SAMPLE_IDS_MIN and ids[::2].any() and not ids[1::2].any():
+        raise InputError(
+            f"{path}: every second id of the first {ids.size:,} is 0, as in a file of uint32 that"
+            " is read as uint16: give --data-dtype uint32"
+        )
 
 
 def refuse_unequal_widths(files: tuple[RowFile, ...]) -> None:

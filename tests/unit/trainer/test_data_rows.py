@@ -291,6 +291,15 @@ def test_does_a_folder_of_raw_files_tell_where_an_id_is(tmp_path: Path) -> None:
         rows.largest_id()
 
 
+def test_is_a_raw_file_of_wider_ids_refused(tmp_path: Path) -> None:
+    ids = np.arange(1, 101)
+    ids.astype("<u4").tofile(tmp_path / "wide.bin")
+    with pytest.raises(InputError, match=r"wide\.bin: every second id .* --data-dtype uint32"):
+        TokenRows.open_raw(tmp_path / "wide.bin", dtype="uint16", seq_len=4)
+    ids.astype("<u2").tofile(tmp_path / "right.bin")
+    assert TokenRows.open_raw(tmp_path / "right.bin", dtype="uint16", seq_len=4).row_count == 24
+
+
 def test_are_bad_raw_files_refused(tmp_path: Path) -> None:
     (tmp_path / "odd.bin").write_bytes(b"\0" * 21)
     (tmp_path / "short.bin").write_bytes(b"\0" * 8)
