@@ -34,7 +34,7 @@ from shardb.errors import ShardbError
 BOUNDS: Mapping[str, float] = MappingProxyType({"float32": 1e-4, "float16": 1e-2, "bfloat16": 6e-2})
 BY_TRANSFORMERS = "transformers"
 BY_STAGES = "stages"
-LOADERS = (BY_TRANSFORMERS, BY_STAGES)
+BY_LLAMA_CPP = "llama.cpp"
 TAIL_CHARACTERS = 2000
 
 
@@ -98,7 +98,7 @@ class Check:
         return {**asdict(self), "versions": dict(self.versions)}
 
 
-# Folder, ids [T], loader, and for the loader `stages` where each tensor goes.
+# Folder or file, ids [T], loader, and what the loader needs to know.
 Load = Callable[[Path, Tensor, str, Any], Loaded]
 
 
@@ -158,7 +158,8 @@ def available_bytes() -> int:
 def load_afresh(folder: Path, ids_T: Tensor, loader: str, plan: Any = None) -> Loaded:
     """Load a package in a process of its own, without network, and give its logits.
 
-    plan: for the loader `stages`, the model and where each tensor goes, as JSON can hold them.
+    plan: what a loader needs to know, as JSON can hold it: `stages` the model and where each tensor
+    goes, `llama.cpp` the tokenizer that the file should have.
     """
     with tempfile.TemporaryDirectory(prefix="export-check-") as name:
         exchange = Path(name)

@@ -16,16 +16,19 @@ import torch
 
 def main() -> None:
     """Load, compute, write; any exception is the answer that the package cannot be loaded."""
-    from export.verify_loading import by_stages, by_transformers
+    from export.verify_loading import by_llama_cpp, by_stages, by_transformers
 
     folder, exchange, loader, threads = sys.argv[1:]
     torch.set_num_threads(int(threads))
     place = Path(exchange)
     ids_T = torch.from_numpy(np.load(place / "ids.npy"))
+    plan = json.loads((place / "plan.json").read_text())
     if loader == "transformers":
         outcome = by_transformers(Path(folder), ids_T)
+    elif loader == "llama.cpp":
+        outcome = by_llama_cpp(Path(folder), ids_T, plan)
     else:
-        outcome = by_stages(Path(folder), ids_T, json.loads((place / "plan.json").read_text()))
+        outcome = by_stages(Path(folder), ids_T, plan)
     np.save(place / "logits.npy", outcome.logits_TV.numpy())
     facts = {
         "versions": outcome.versions,

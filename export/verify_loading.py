@@ -9,6 +9,7 @@ Shapes: T positions, V vocabulary.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,6 +87,37 @@ def by_stages(folder: Path, ids_T: Tensor, plan: Mapping[str, Any]) -> Outcome:
     dtype = TORCH_DTYPES[prevailing_dtype(tensors)]
     logits_TV = stage_logits(ModelConfig.from_json(plan["model"]), shards.read, ids_T, dtype)
     return Outcome(logits_TV=logits_TV, versions={"torch": torch.__version__})
+
+
+def by_llama_cpp(path: Path, ids_T: Tensor, plan: Mapping[str, Any]) -> Outcome:
+    """Load a GGUF file with llama.cpp; its tokenizer must give the ids of the one in `plan`."""
+    llama_cpp: Any = importlib.import_module("llama_cpp")
+    model = llama_cpp.Llama(
+        model_path=str(path),
+        n_ctx=len(ids_T),
+        n_batch=len(ids_T),
+        n_gpu_layers=0,
+        n_threads=torch.get_num_threads(),
+        logits_all=True,
+        # Keys and values are kept in f16 by default.
+        type_k=llama_cpp.GGML_TYPE_F32,
+        type_v=llama_cpp.GGML_TYPE_F32,
+        verbose=False,
+    )
+    model.eval(ids_T.tolist())
+    logits_TV = torch.from_numpy(model.scores[: len(ids_T)].copy())
+    plain = Tokenizer.from_str(plan["tokenizer"])
+    # What stands in a text as a control token is text here and a token there.
+    texts = [text for text in SAMPLES if "<|endoftext|>" not in text]
+    faults = [
+        f"the file's tokenizer gives other ids for {text!r} than tokenizer.json"
+        for text in texts
+        if model.tokenize(text.encode(), add_bos=False, special=False)
+        != plain.encode(text, add_special_tokens=False).ids
+    ]
+    return Outcome(
+        logits_TV=logits_TV, versions={"llama_cpp": llama_cpp.__version__}, faults=faults
+    )
 
 
 def _disagreements(folder: Path, model: Any) -> list[str]:

@@ -44,6 +44,7 @@ CALLS = [
     ["train-report"],
     ["import-hf"],
     ["export-hf"],
+    ["export-gguf"],
     *[["shardb", verb] for verb in VERBS],
 ]
 
@@ -102,7 +103,16 @@ def test_is_a_poor_help_caught() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["train", "train-data", "train-generate", "train-report", "shardb", "import-hf", "export-hf"],
+    [
+        "train",
+        "train-data",
+        "train-generate",
+        "train-report",
+        "shardb",
+        "import-hf",
+        "export-hf",
+        "export-gguf",
+    ],
 )
 def test_does_help_come_without_loading_torch(repository: Path, command: str) -> None:
     refuse = "sys.modules['torch'] = None"

@@ -1,0 +1,104 @@
+"""The command `export-gguf`: a commit as one file that llama.cpp and its kin load.
+
+Owns the command line and what is printed.
+"""
+
+from __future__ import annotations
+
+import json as json_text
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from export.package_sizes import in_bytes
+from trainer.command_cli import answer, let_waiting_threads_sleep, new_app
+
+HELP = """Export a commit of a store as a GGUF file.
+
+\b
+Examples:
+  export-gguf run --out model.gguf
+  export-gguf run --ref step-3000 --out model.gguf --type q8_0 --overwrite
+  export-gguf run --out model.gguf --tokenizer folder --pre llama-bpe
+
+TYPE is f32, f16, bf16 or q8_0; norms and biases stay f32. It needs the package gguf (extra gguf).
+The file is written beside its name, read back and compared with the store tensor by tensor, and
+renamed, whole or not at all; where the package llama_cpp is installed, a fresh process loads it and
+must give the store's logits. An interrupt leaves nothing behind; what a kill leaves, the next
+export to the same name removes.
+"""
+
+
+def main() -> None:
+    """Run the command and exit."""
+    let_waiting_threads_sleep()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        sys.exit(answer(new_app(command, HELP), sys.argv[1:], "export-gguf"))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def command(
+    store: Annotated[str, typer.Argument(help="The run's store.")],
+    out: Annotated[Path, typer.Option(help="The file to write.")],
+    ref: Annotated[str | None, typer.Option(help="Which commit; the newest one else.")] = None,
+    type: Annotated[str, typer.Option(help="f32, f16, bf16 or q8_0.")] = "f16",
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Folder of a tokenizer.json; the store's own else.")
+    ] = None,
+    pre: Annotated[
+        str | None, typer.Option(help="llama.cpp's name for how texts are cut; recognised else.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace the file at --out.")] = False,
+    average: Annotated[
+        str | None, typer.Option(help="REF,REF…: the mean of these commits' weights.")
+    ] = None,
+    allow_padded_vocabulary: Annotated[
+        bool, typer.Option(help="The model may have more ids than the tokenizer.")
+    ] = False,
+    allow_network: Annotated[bool, typer.Option(help="Read from a network file system.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> int:
+    """Export and say what was made."""
+    # torch takes seconds, and help should not.
+    from export.gguf_export import GgufRequest, export_gguf
+    from export.model_card import check_text
+
+    report = export_gguf(
+        GgufRequest(
+            store=store,
+            out=out,
+            ref=ref,
+            average=tuple(filter(None, average.split(","))) if average is not None else (),
+            form=type,
+            tokenizer=tokenizer,
+            pre=pre,
+            overwrite=overwrite,
+            allow_padded_vocabulary=allow_padded_vocabulary,
+            allow_network=allow_network,
+        )
+    )
+    if json:
+        print(json_text.dumps(report.to_json()))
+        return 0
+    size, peak = in_bytes(report.file_bytes), in_bytes(report.peak_memory_bytes)
+    print(f"{report.out}: step {report.step:,} as {report.architecture} in {report.form}, {size}")
+    print(f"  read back: all {report.tensors_compared} tensors are those of the store")
+    if report.check is not None:
+        print(f"  {check_text(report.check)}")
+    else:
+        print(
+            "  not checked: llama.cpp itself did not load it, for llama_cpp is not installed here"
+        )
+    print(f"  tokenizer {report.tokenizer}; peak memory {peak}")
+    for note in report.notes:
+        print(f"  note: {note}")
+    return 0
+
+
+if __name__ == "__main__":
+    main()
