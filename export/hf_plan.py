@@ -149,7 +149,9 @@ def _configs(
     """Give both configurations: as they were imported, but for the dtype; else built."""
     if weights.source is not None:
         config = dict(weights.source.config)
-        if request.dtype is not None:
+        told = {config.get("dtype"), config.get("torch_dtype")} - {None}
+        # A form that is not that of the weights would have readers round them.
+        if request.dtype is not None or told - {dtype}:
             config |= {"torch_dtype": dtype, "dtype": dtype}
         return config, weights.source.generation_config
     model = weights.model
