@@ -12,7 +12,9 @@ The grad-norm scales lower `max_grad_norm`, so they do nothing where clipping is
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from trainer.engine import Engine, Rows, StepResult
@@ -39,8 +41,10 @@ def train_guarded(
     """
     policy = engine.options.guard
     record: Record = {}
+    guarding_seconds = 0.0
     for attempt in range(policy.attempts_max if policy else 1):
         rate_scale, norm_scale = policy.scales(attempt) if policy else (1.0, 1.0)
+        began = time.perf_counter()
         result = engine.train_step(
             txn,
             micro_batches,
@@ -51,16 +55,24 @@ def train_guarded(
         )
         if policy is None:
             return result, None
+        trained = time.perf_counter()
         loss_after = engine.evaluate(txn, micro_batches).loss
         _note_attempt(record, policy, result.loss, loss_after, attempt)
         if record["accepted"] or _is_last_resort(policy, attempt, loss_after):
-            return result, record
+            guarding_seconds += time.perf_counter() - trained
+            return _timed(result, guarding_seconds), record
         engine.discard_step(txn)
+        guarding_seconds += time.perf_counter() - began
     raise UpdateRejectedError(
         f"no attempt of {record['attempts']} passed the guard: the batch's loss rose from"
         f" {record['loss_before']:.4f} to {loss_after:.4f} at the last one",
         details=record,
     )
+
+
+def _timed(result: StepResult, seconds: float) -> StepResult:
+    """Add what guarding took: every look at a staged step, and the attempts that were dropped."""
+    return replace(result, timings={**result.timings, "guard_replay_seconds": seconds})
 
 
 def _is_last_resort(policy: GuardPolicy, attempt: int, loss_after: float) -> bool:

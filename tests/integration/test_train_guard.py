@@ -125,7 +125,9 @@ def test_each_commit_says_what_the_guard_did(data: Path, tmp_path: Path) -> None
         assert record["loss_before"] == line["loss"]
         assert record["accepted_loss_after"] < line["loss"]
         assert (line["skipped_steps"], line["skip_rate"]) == (0, 0.0)
+        assert 0 < line["timings"]["guard_replay_seconds"] < line["seconds"]
     assert train_here(arguments(plain, data, "--max-steps", "3")) == 0
+    assert all("guard_replay_seconds" not in line["timings"] for line in step_lines(plain))
     mine, theirs = step_records(store)[3].shards, step_records(plain)[3].shards
     trained = [name for name in mine if not name.startswith("meta/")]
     assert all(mine[name] == theirs[name] for name in trained), "an accepted step is the plain one"
