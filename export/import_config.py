@@ -25,7 +25,6 @@ SIZES = {
     "num_heads": "num_attention_heads",
     "intermediate_size": "intermediate_size",
 }
-DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 DEFAULT_THETA = 10000.0
 # Says nothing of the model: who wrote the file, where it lay, what the weights were stored as.
 NOT_OF_THE_MODEL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import shardb
 from export.families import Place, places
@@ -32,6 +33,9 @@ from trainer.model.stored import TOKENIZER_SHARD, write_bytes, write_model
 
 # What the log, the index and the rounding up to pages take beside the tensors.
 SPARE_BYTES = 64 << 20
+DTYPES: Mapping[str, str] = MappingProxyType(
+    {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+)
 Progress = Callable[[int, int], None]
 
 
@@ -96,8 +100,25 @@ def plan_import(directory: Path, *, dtype: str | None = None, stages: str = "aut
         places=wanted,
         tokenizer=tokenizer,
         dtype=dtype,
-        notes=(*read.notes, *files.notes, *found.notes, *tokenizer.notes),
+        notes=(
+            *read.notes,
+            *files.notes,
+            *found.notes,
+            *_dtype_notes(config, wanted, files.tensors),
+            *tokenizer.notes,
+        ),
     )
+
+
+def _dtype_notes(
+    config: Mapping[str, object], wanted: Mapping[str, Place], stored: Mapping[str, StoredTensor]
+) -> list[str]:
+    """Say so where readers that follow config.json would round the weights."""
+    told = config.get("dtype") or config.get("torch_dtype")
+    forms = {stored[name].spec.dtype for name in wanted}
+    if told is None or forms == {DTYPES.get(str(told))}:
+        return []
+    return [f"{CONFIG} says {told}, the tensors are {', '.join(sorted(forms))}: they are kept"]
 
 
 def _source(

@@ -114,3 +114,9 @@ def test_stored_angles_are_left_out_with_a_word(tmp_path: Path) -> None:
     plan = planned(tmp_path, UNTIED, random_tensors(UNTIED) | angles)
     assert "1 stored tables of angles" in plan.notes[0]
     assert len(plan.places) == len(random_tensors(UNTIED))
+
+
+def test_a_dtype_that_is_not_the_tensors_is_told(tmp_path: Path) -> None:
+    plan = planned(tmp_path / "a", UNTIED, random_tensors(UNTIED, dtype=torch.float32))
+    assert plan.notes[0] == "config.json says bfloat16, the tensors are F32: they are kept"
+    assert plan_notes(tmp_path / "b", random_tensors(UNTIED)) == ()
