@@ -84,12 +84,15 @@ def generate_ids(
         yield token
 
 
-def stream_text(ids: Iterator[int], decode: Decode) -> Iterator[str]:
-    """Yield text as tokens come; bytes of an unfinished character are held until it is whole."""
-    seen: list[int] = []
+def stream_text(ids: Iterator[int], decode: Decode, *, prompt: Sequence[int] = ()) -> Iterator[str]:
+    """Yield text as tokens come; bytes of an unfinished character are held until it is whole.
+
+    It goes on from `prompt`, whose own text is not yielded.
+    """
+    seen = list(prompt)
     # Tokens before `begun` are said; those from `begun` to `said` are decoded again as context,
     # because a decoder may treat the first token of a text in its own way.
-    begun, said = 0, 0
+    begun, said = 0, len(seen)
     for token in ids:
         seen.append(token)
         context, text = decode(seen[begun:said]), decode(seen[begun:])

@@ -47,15 +47,16 @@ def generated_text(
         logits_V[tokenizer.get_vocab_size() :] = -torch.inf
         return logits_V
 
+    prompt_ids = _prompt_ids(tokenizer, prompt, model)
     ids = generate_ids(
         next_logits,
-        _prompt_ids(tokenizer, prompt, model),
+        prompt_ids,
         sampling=sampling,
         max_new_tokens=max_new_tokens,
         seed=seed,
         end_id=model.eos_token_id,
     )
-    return stream_text(ids, tokenizer.decode)
+    return stream_text(ids, tokenizer.decode, prompt=prompt_ids)
 
 
 def _open_tokenizer(view: ReadView, path: str | None) -> Tokenizer:

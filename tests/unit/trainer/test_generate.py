@@ -84,3 +84,14 @@ def test_bytes_that_never_become_a_character_are_not_held_for_ever() -> None:
 def test_an_unfinished_character_at_the_end_is_said() -> None:
     data = "aü".encode()[:-1]
     assert "".join(stream_text(iter(data), decode_bytes)) == "a\ufffd"
+
+
+def test_text_goes_on_from_its_prompt_with_the_space_between() -> None:
+    """A SentencePiece decoder drops the space before the first word it is given."""
+    words = ["Zoo", "was", "a"]
+
+    def decode(ids: Sequence[int]) -> str:
+        return " ".join(words[i] for i in ids)
+
+    assert list(stream_text(iter([1, 2]), decode, prompt=[0])) == [" was", " a"]
+    assert list(stream_text(iter([1, 2]), decode)) == ["was", " a"]
