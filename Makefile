@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 INPUTS := pyproject.toml constraints.txt Makefile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-clean test lint format crash exactness bench clean python-check
+.PHONY: help demo demo-clean test lint format crash exactness bench import-real clean python-check
 .DELETE_ON_ERROR:
 
 help: ## This list
@@ -46,6 +46,9 @@ bench: $(VENV)/.installed-test ## Measure the store beside its peers (BENCH_DIR:
 	@$(BIN)/python -m tools.bench.store_copy --source $(BENCH_DIR) --target $(BENCH_DIR)
 	@$(BIN)/python -m tools.bench.long_history --dir $(BENCH_DIR)
 	@$(BIN)/python -m tools.bench.engine_overhead
+
+import-real: $(VENV)/.installed-test ## Import real models and compare (SHARDB_DATA: corpora and models)
+	@$(BIN)/python -m tools.import_real $(IMPORT_ARGS)
 
 clean: ## Delete .venv and every cache; runs and stores are not touched
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

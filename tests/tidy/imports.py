@@ -26,7 +26,12 @@ MAY_IMPORT = {
     "tools": ("tools", "shardb", "trainer", "export", "serve", "tests.support"),
 }
 # The extras whose libraries a part may use; without them it has to say what is missing.
-EXTRAS = {"trainer": ("hf",), "export": ("hf", "gguf"), "serve": ("serve",)}
+EXTRAS = {
+    "trainer": ("hf",),
+    "export": ("hf", "gguf"),
+    "serve": ("serve",),
+    "tools": ("hf", "gguf"),
+}
 STORE_LIBRARIES = {"lmdb", "msgpack", "xxhash", "zstandard", "numpy"}
 ONLY_HERE = {
     "torch": ("shardb/torch_adaptor.py",),
