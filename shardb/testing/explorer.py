@@ -14,11 +14,13 @@ import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import shardb
 from shardb.errors import FormatError, NotFoundError
+from shardb.testing.counts import Counts, Violation
 from shardb.testing.disk import DiskState, Image
-from shardb.testing.images import ImageLimits, choices
+from shardb.testing.images import ImageLimits, choices, fault_class
 from shardb.testing.model import Expectation, Journal
 from shardb.testing.operations import Kind, Operation
 from shardb.testing.oracle import Audit, check, commit_version, fsck_audit, no_audit, observe
@@ -40,6 +42,9 @@ STORE = "run"
 class ExploreLimits:
     """How far to go: images of a point, indexes of an image, and recoveries crashed in turn.
 
+    `indexes` says how many states of the index an image meets, of all those that
+    `earlier_indexes` allows: the images of all and of nothing meet every one, the others two.
+
     One state of `audit_every` is audited, one of `go_on_every` gets a further commit. One of
     `recovery_every` has its recovery crashed at all operations, with `recovery_images`. Before one
     sync of `kill_every` the process alone is killed, and the recovery and the next commit are
@@ -47,6 +52,7 @@ class ExploreLimits:
     """
 
     images: ImageLimits = field(default_factory=ImageLimits)
+    indexes: Literal["one", "two", "every"] = "two"
     earlier_indexes: int = 2
     recovery_every: int = 500
     kill_every: int = 3
@@ -65,42 +71,17 @@ class ExploreLimits:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Violation:
-    """A disk that recovery did not bring back to an allowed state, and how to build it again."""
+class Recorded:
+    """A workload that has run: what it did, what it asked for, and the first crash to try."""
 
-    seed: int
-    point: int
-    operation: str
-    image: str
-    index: str
-    recovery: str
-    reason: str
+    files: RecordingFileSystem
+    journal: Journal
+    first_point: int = 0
 
-    def __str__(self) -> str:
-        where = f"stopped before [{self.operation}] (point {self.point}, seed {self.seed})"
-        again = f", recovery stopped at {self.recovery}" if self.recovery else ""
-        return f"{where}, image [{self.image}], index {self.index}{again}: {self.reason}"
-
-
-@dataclass(kw_only=True)
-class Counts:
-    """What was explored. `states` are distinct pairs of disk and index; all were opened."""
-
-    operations: int = 0
-    images: int = 0
-    states: int = 0
-    recoveries_crashed: int = 0
-    recovery_states: int = 0
-    further_commits: int = 0
-    violations: list[Violation] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.operations} operations, {self.images} images, {self.states} distinct states "
-            f"opened and checked, {self.further_commits} of them committed to again; "
-            f"{self.recoveries_crashed} recoveries crashed in {self.recovery_states} further "
-            f"distinct states; {len(self.violations)} violations"
-        )
+    @property
+    def points(self) -> int:
+        """How many crashes there are: one before each operation, and one after the last."""
+        return len(self.files.operations) + 1 - self.first_point
 
 
 def explore(
@@ -118,17 +99,38 @@ def explore(
     `on_point` is told the number of each operation that is done, and the counts so far.
     `ignore` makes the disk lie about syncs: the control arm, which must give violations.
     """
-    exploration = _Exploration(scratch, limits or ExploreLimits(), seed, audit)
-    root = exploration.fresh_directory()
+    root = os.path.join(scratch, "recorded")
+    os.mkdir(root)
     files = RecordingFileSystem(root, ignore=ignore)
     journal = Journal(lambda: len(files.operations))
     try:
         workload(files, os.path.join(files.root, STORE), journal)
     finally:
         files.shut_down()
-    exploration.counts.operations = len(files.operations)
-    exploration.crash_everywhere(files, journal, on_point or _say_nothing)
-    shutil.rmtree(root)
+        shutil.rmtree(root)
+    return explore_recorded(
+        Recorded(files=files, journal=journal),
+        scratch=scratch,
+        limits=limits,
+        seed=seed,
+        audit=audit,
+        on_point=on_point,
+    )
+
+
+def explore_recorded(
+    recorded: Recorded,
+    *,
+    scratch: str,
+    limits: ExploreLimits | None = None,
+    seed: int = 0,
+    audit: Audit = fsck_audit,
+    on_point: OnPoint | None = None,
+) -> Counts:
+    """Explore the crashes of a workload that has run, from its first point on."""
+    exploration = _Exploration(scratch, limits or ExploreLimits(), seed, audit)
+    exploration.counts.operations = recorded.points - 1
+    exploration.crash_everywhere(recorded, on_point or _say_nothing)
     return exploration.counts
 
 
@@ -152,31 +154,41 @@ class _Exploration:
         os.mkdir(path)
         return path
 
-    def crash_everywhere(
-        self, files: RecordingFileSystem, journal: Journal, on_point: OnPoint
-    ) -> None:
+    def crash_everywhere(self, recorded: Recorded, on_point: OnPoint) -> None:
         """Try the crashes before each operation, and after the last one."""
+        files = recorded.files
         state = DiskState(files.initial)
-        for point in range(len(files.operations) + 1):
-            expectation = journal.at(point)
-            for label, image, index in self._states_at(state, files, point, self._limits.images):
-                if not self._is_new(image, index, expectation):
-                    continue
-                where = _Point(
-                    number=point,
-                    operation=_text(files.operations, point),
-                    image=label,
-                    index=index,
-                    expectation=expectation,
-                )
-                self._try_state(image, where)
-                if len(self.counts.violations) >= self._limits.violations:
-                    return
-            if self._is_turn_to_kill(files.operations[point : point + 1]):
-                self._kill(state, files, point, expectation)
+        for operation in files.operations[: recorded.first_point]:
+            state.advance(operation)
+        for point in range(recorded.first_point, len(files.operations) + 1):
+            expectation = recorded.journal.at(point)
+            if not expectation.skipped:
+                self._crash_at(state, files, point, expectation)
+            if len(self.counts.violations) >= self._limits.violations:
+                return
             on_point(point, self.counts)
             if point < len(files.operations):
                 state.advance(files.operations[point])
+
+    def _crash_at(
+        self, state: DiskState, files: RecordingFileSystem, point: int, expectation: Expectation
+    ) -> None:
+        """Try the crashes before one operation."""
+        for label, image, index in self._states_at(state, files, point, self._limits.images):
+            if not self._is_new(image, index, expectation):
+                continue
+            where = _Point(
+                number=point,
+                operation=_text(files.operations, point),
+                image=label,
+                index=index,
+                expectation=expectation,
+            )
+            self._try_state(image, where)
+            if len(self.counts.violations) >= self._limits.violations:
+                return
+        if self._is_turn_to_kill(files.operations[point : point + 1]) and not expectation.mend:
+            self._kill(state, files, point, expectation)
 
     def _is_turn_to_kill(self, following: Sequence[Operation]) -> bool:
         """Syncs count: before one of them there is something that can be read and still be lost."""
@@ -198,6 +210,7 @@ class _Exploration:
         )
         past = Past(operations=files.operations[:point], entries=state.live_entries())
         image = state.image(state.everything())
+        self.counts.faults["process killed, then power lost"] += 1
         self._crash_recovery(image, where, state=state.copy(), past=past)
 
     def _states_at(
@@ -208,12 +221,17 @@ class _Exploration:
         for label, choice in choices(state, limits=limits, seed=self._seed + point):
             self.counts.images += 1
             image = state.image(choice)
-            yield label, image, indexes[0]
-            others = indexes[1:]
-            if label not in ("all", "none") or not limits.every_index:
-                others = [others[self.counts.images % len(others)]]
-            for index in others:
+            for index in self._indexes_of(label, indexes, limits):
                 yield label, image, index
+
+    def _indexes_of(self, label: str, indexes: list[_Index], limits: ImageLimits) -> list[_Index]:
+        """Those that an image meets: every one, the current and one other, or one in turn."""
+        turn = self.counts.images
+        if self._limits.indexes == "one":
+            return [indexes[turn // 2 % len(indexes) if turn % 2 else 0]]
+        if self._limits.indexes == "every" or (label in ("all", "none") and limits.every_index):
+            return indexes
+        return [indexes[0], indexes[1 + turn % (len(indexes) - 1)]]
 
     def _indexes_at(self, images: list[IndexImage], point: int) -> Iterator[_Index]:
         """The states of the index to try: current first, then earlier, missing, unreadable."""
@@ -230,6 +248,7 @@ class _Exploration:
 
     def _try_state(self, image: Image, where: _Point) -> None:
         self.counts.states += 1
+        self._count(where.image, where.index)
         replay = None
         if self.counts.states % self._limits.go_on_every == 0:
             replay = self.counts.further_commits
@@ -239,7 +258,8 @@ class _Exploration:
         reasons = check(os.path.join(root, STORE), where.expectation, audit=audit, replay=replay)
         shutil.rmtree(root)
         self._report(reasons, where, "")
-        if not reasons and self.counts.states % self._limits.recovery_every == 0:
+        crash_recovery = self.counts.states % self._limits.recovery_every == 0
+        if not reasons and crash_recovery and not where.expectation.mend:
             self._crash_recovery(image, where)
 
     def _crash_recovery(
@@ -293,11 +313,16 @@ class _Exploration:
             if not self._is_new(image, index, expectation):
                 continue
             self.counts.recovery_states += 1
+            self._count(label, index)
             root = self._build(image, index)
             reasons = check(os.path.join(root, STORE), expectation, audit=self._audit)
             shutil.rmtree(root)
             recovery = f"[{_text(files.operations, point)}] [{label}] index {index.label}"
             self._report(reasons, where, recovery)
+
+    def _count(self, label: str, index: _Index) -> None:
+        self.counts.faults[fault_class(label)] += 1
+        self.counts.indexes[index.label.split(" ")[0]] += 1
 
     def _is_new(self, image: Image, index: _Index, expectation: Expectation) -> bool:
         states = (id(expectation.settled), id(expectation.attempted))

@@ -16,6 +16,7 @@ from shardb.testing.operations import ENTRY_KINDS, Kind, Operation
 
 PAGE_BYTES = 4096
 Parts = dict[int, list[Kept]]
+Named = Iterator[tuple[str, Choice]]
 FILLS: tuple[Fill, ...] = ("old", "zero", "garbage")
 
 
@@ -25,7 +26,8 @@ class ImageLimits:
 
     All subsets up to so many pending operations, else random ones; each single operation lost and
     alone, or a random choice of so many; so many torn writes. With `every_index` the images of
-    everything and of nothing meet every state of the index; all others meet two.
+    everything and of nothing meet every state of the index; all others meet two. With
+    `point_images` a random choice of so many is left of all of these.
     """
 
     exhaustive_operations: int = 8
@@ -33,10 +35,37 @@ class ImageLimits:
     single_operations: int = 64
     every_index: bool = True
     torn_writes: int = 32
+    point_images: int | None = None
 
 
-def choices(state: DiskState, *, limits: ImageLimits, seed: int) -> Iterator[tuple[str, Choice]]:
+def choices(state: DiskState, *, limits: ImageLimits, seed: int) -> Named:
     """Name and content of every choice to try at this point; some may give equal images."""
+    found = _all_choices(state, limits, seed)
+    if limits.point_images is None:
+        yield from found
+        return
+    listed = list(found)
+    count = min(limits.point_images, len(listed))
+    yield from random.Random(f"images {seed}").sample(listed, count)
+
+
+def fault_class(label: str) -> str:
+    """The kind of a choice, for counting, by the name that `choices` gave it."""
+    if label.startswith("torn"):
+        alone = label.endswith("alone")
+        fill = label.removesuffix(" alone").rpartition(" ")[2]
+        return f"torn, rest {fill}" + (", others lost" if alone else "")
+    if label.startswith("extended"):
+        return "size extended without data"
+    named = {"alone with entries": "alone with entries", "entries": "entries without content"}
+    named |= {"content": "content without entries", "random": "random subset"}
+    for begin, name in named.items():
+        if label.startswith(begin):
+            return name
+    return label.split(" ")[0]
+
+
+def _all_choices(state: DiskState, limits: ImageLimits, seed: int) -> Named:
     pending = list({o.number: o for o in state.pending}.values())
     everything = {o.number: WHOLE for o in pending}
     yield "all", everything
@@ -67,9 +96,7 @@ def _without(choice: Choice, number: int) -> Choice:
     return {n: kept for n, kept in choice.items() if n != number}
 
 
-def _extended(
-    pending: list[Operation], singles: list[Operation], entries: Choice
-) -> Iterator[tuple[str, Choice]]:
+def _extended(pending: list[Operation], singles: list[Operation], entries: Choice) -> Named:
     """Files that grew, with nothing of what was written into them: all of them, and single ones."""
     writes = [o for o in pending if o.kind is Kind.WRITE]
     for fill in ("zero", "garbage"):
@@ -82,7 +109,7 @@ def _extended(
 
 def _torn(
     pending: list[Operation], parts: Parts, entries: Choice, limits: ImageLimits, seed: int
-) -> Iterator[tuple[str, Choice]]:
+) -> Named:
     """Each pending write by itself torn, with all other operations there or with none of them."""
     everything = {o.number: WHOLE for o in pending}
     torn = [(o, kept) for o in pending for kept in parts.get(o.number, ())]
@@ -114,9 +141,7 @@ def tears(write: Operation, durable_bytes: int) -> Iterator[Kept]:
             yield from (Kept(stop=cut, fill=fill) for fill in FILLS)
 
 
-def _subsets(
-    pending: list[Operation], parts: Parts, limits: ImageLimits, seed: int
-) -> Iterator[tuple[str, Choice]]:
+def _subsets(pending: list[Operation], parts: Parts, limits: ImageLimits, seed: int) -> Named:
     if len(pending) <= limits.exhaustive_operations:
         for count in range(2, len(pending) - 1):
             for subset in itertools.combinations(pending, count):

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 Tensors = Mapping[str, bytes]
+# Repairs the closed store at a path, and says what is wrong with it.
+Mend = Callable[[str], list[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +72,14 @@ class ModelStore:
 class Expectation:
     """What a crash may leave: `settled`, or `attempted` where a call was under way.
 
-    None stands for no store at all: before its creation has returned.
+    None stands for no store at all: before its creation has returned. With `mend` the store is
+    damaged and a repair is under way: it may be refused, and is what it was once it is mended.
     """
 
     settled: ModelStore | None
     attempted: ModelStore | None
+    mend: Mend | None = None
+    skipped: bool = False
 
     @property
     def may_be_absent(self) -> bool:
@@ -99,9 +104,13 @@ class Journal:
         """The state of the last call that returned."""
         return self._last().settled
 
-    def attempt(self, state: ModelStore) -> None:
-        """A call begins that should lead to `state`."""
-        self._add(self._last().settled, state)
+    def attempt(self, state: ModelStore, *, mend: Mend | None = None) -> None:
+        """A call begins that should lead to `state`; with `mend` it repairs a damaged store."""
+        self._add(self._last().settled, state, mend=mend)
+
+    def skip(self) -> None:
+        """What follows, until the next entry, is the hand of the test: no crash is tried in it."""
+        self._add(self._last().settled, None, skipped=True)
 
     def acknowledge(self) -> None:
         """The call under way has returned: its state is durable from here on."""
@@ -122,6 +131,13 @@ class Journal:
     def _last(self) -> Expectation:
         return self._entries[-1][1]
 
-    def _add(self, settled: ModelStore | None, attempted: ModelStore | None) -> None:
-        entry = Expectation(settled=settled, attempted=attempted)
+    def _add(
+        self,
+        settled: ModelStore | None,
+        attempted: ModelStore | None,
+        *,
+        mend: Mend | None = None,
+        skipped: bool = False,
+    ) -> None:
+        entry = Expectation(settled=settled, attempted=attempted, mend=mend, skipped=skipped)
         self._entries.append((self._position(), entry))

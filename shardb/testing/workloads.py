@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import TracebackType
+from typing import Self
 
 import numpy as np
 
@@ -219,7 +220,7 @@ class Script:
     def close(self) -> None:
         self.store.close()
 
-    def __enter__(self) -> Script:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -23,7 +23,7 @@ def suite_limits() -> ExploreLimits:
     """Give the slice of the exploration that the suite can afford; `make crash` does the rest."""
     return ExploreLimits(
         images=ImageLimits(
-            exhaustive_operations=3, random_subsets=3, single_operations=3, torn_writes=4
+            exhaustive_operations=2, random_subsets=2, single_operations=2, torn_writes=3
         ),
         recovery_every=1500,
         kill_every=9,

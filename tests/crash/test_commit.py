@@ -9,7 +9,8 @@ import pytest
 from shardb.testing.explorer import Counts, ExploreLimits, explore
 from shardb.testing.workloads import WORKLOADS
 
-STATES_MIN = 2_000
+# With the walks of test_verbs.py more than 2,000 in the suite.
+STATES_MIN = 1_200
 
 
 def _explored(name: str, scratch: str, limits: ExploreLimits, capsys: object) -> Counts:
@@ -47,6 +48,7 @@ def test_a_slice_of_every_other_workload(
         random_subsets=1,
         every_index=False,
     )
-    sparse = replace(suite_limits, images=images, kill_every=19, recovery_every=10_000)
+    images = replace(images, point_images=3)
+    sparse = replace(suite_limits, images=images, kill_every=40, recovery_every=10_000)
     counts = _explored(name, scratch, sparse, capsys)
-    assert counts.states > 300
+    assert counts.states > 150
