@@ -133,15 +133,15 @@ class KeptTape:
             gradients[index] = _backward(result, self._leaves, x, gradients[index], total)
         self._params = {}
 
-    def _pack(self, saved: Tensor) -> Tensor | _Place:
+    def _pack(self, saved: Tensor) -> Tensor | Place:
         address = saved.data_ptr()
         for start, end, name in self._spans:
             if start <= address < end:
                 offset = (address - start) // saved.element_size()
-                return _Place(name, saved.shape, saved.stride(), offset)
+                return Place(name, saved.shape, saved.stride(), offset)
         return saved
 
-    def _unpack(self, packed: Tensor | _Place) -> Tensor:
+    def _unpack(self, packed: Tensor | Place) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         parameter = self._params[packed.name]
@@ -150,7 +150,7 @@ class KeptTape:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class Place:
     """A view of a parameter: its name and how it lies in it, in elements."""
 
     name: str

@@ -17,16 +17,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from trainer.device import Device
-from trainer.gradients import GradientSum, taken
-from trainer.head import head_backward
 from trainer.model import layers
 from trainer.model.config import ModelConfig
 from trainer.model.stages import Stage, build_head, build_trunk
 from trainer.options import EngineOptions
-from trainer.placement import Boundary
-from trainer.tape import Compute, ReplayTape
-from trainer.timing import StepClock
+from trainer.step_walk import StepWalk
 from trainer.vram_trace import META, FusedAttention, MemoryTrace, block_bytes
 
 # cuBLAS keeps eight buffers of 4 MiB for each thread that computes: this one and autograd's.
@@ -122,103 +117,36 @@ def _walked(shape: StepShape, blocks: int) -> Mapping[str, int]:
         torch.empty(shape.micro_batch_size, shape.seq_len, dtype=torch.int64, device=META)
         for _ in range(shape.accumulation)
     ]
-    walk = _Walk(shape.options, build_trunk(config), build_head(config))
+    walk = _DeviceWalk(MemoryTrace(), shape.options, build_trunk(config), build_head(config))
     with walk.trace, FusedAttention():
         walk.step(ids)
     return walk.trace.peaks
 
 
-class _Walk:
-    """One step, in the order and with the holders of `GradientPass` and `TrainStep`."""
+class _DeviceWalk(StepWalk):
+    """A step on a CUDA device, stage by stage, the plain way."""
 
-    def __init__(self, options: EngineOptions, trunk: list[Stage], head: Stage) -> None:
-        self.trace = MemoryTrace()
-        self._options = options
-        self._trunk = trunk
-        self._head = head
-        self._tied = head.config.tied_embeddings
-        self._compute = Compute(device=Device(META), dtype=options.torch_dtype, clock=StepClock())
-
-    def step(self, ids: list[Tensor]) -> None:
-        tapes = self._forward(ids)
-        with self.trace.phase("head"):
-            params = self._bring_in(self._head)
-            found = head_backward(
-                self._head,
-                params,
-                tapes[-1].outputs,
-                ids,
-                valid_tokens=1,
-                chunk_tokens=self._options.lm_head_chunk_tokens,
-            )
-            del params
-            tapes[-1].outputs.clear()
-            if not self._tied:
-                self._update(self._head, taken(found.params))
-        gradients = found.hidden
-        for stage in reversed(self._trunk):
-            with self.trace.phase(f"backward {_kind(stage)}"):
-                tape = tapes.pop()
-                total = GradientSum(found.params if self._tied and not tapes else None)
-                params = self._bring_in(stage)
-                tape.backward(params, gradients, total)
-                del params, tape
-                self._update(stage, taken(total.gradients))
-
-    def _forward(self, ids: list[Tensor]) -> list[ReplayTape]:
-        tapes: list[ReplayTape] = []
-        inputs: Boundary = ids
-        for stage in self._trunk:
-            with self.trace.phase(f"forward {_kind(stage)}"):
-                params = self._bring_in(stage)
-                tapes.append(ReplayTape(stage, self._compute, params, inputs))
-                inputs = tapes[-1].outputs
-                if self._options.activations == "keep" and _kind(stage) == "block":
-                    self._keep(stage, params, tapes[-1])
-                del params
-        return tapes
-
-    def _keep(self, stage: Stage, params: Mapping[str, Tensor], tape: ReplayTape) -> None:
-        """Hold on the tape what autograd saves beside inputs, outputs and parameters."""
-        known = {t.untyped_storage()._cdata for t in (*params.values(), *tape.outputs)}
-        kept: list[Tensor] = []
-
-        def pack(saved: Tensor) -> Tensor:
-            if saved.untyped_storage()._cdata not in known:
-                kept.append(saved)
-            return saved
-
-        leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
-            for x in tape._inputs:
-                self._compute.run(stage, leaves, x.detach().requires_grad_())
-        tape.kept = kept  # type: ignore[attr-defined]
-
-    def _bring_in(self, stage: Stage) -> dict[str, Tensor]:
+    def bring_in(self, stage: Stage) -> dict[str, Tensor]:
         """Copy stored fp32 to the device, one tensor after the other, then cast it."""
-        dtype = torch.float32 if stage.keeps_master_dtype else self._compute.dtype
+        dtype = torch.float32 if stage.keeps_master_dtype else self.compute.dtype
         found = {}
         stored_dtype = (
-            torch.float32 if self._options.master_weight_dtype == "fp32" else torch.bfloat16
+            torch.float32 if self.options.master_weight_dtype == "fp32" else torch.bfloat16
         )
         for name, parameter in stage.parameters.items():
             stored = torch.empty(parameter.shape, dtype=stored_dtype, device=META)
             found[name] = stored.to(dtype)
         return found
 
-    def _update(self, stage: Stage, gradients: Mapping[str, Tensor]) -> None:
+    def update(self, stage: Stage, gradients: dict[str, Tensor]) -> None:
         """Note the tiles of an update; with one norm for all it comes later, when less is held."""
         largest = max(4 * g.numel() for g in gradients.values())
-        if self._options.optimizer == "adafactor":
+        if self.options.optimizer == "adafactor":
             self.trace.moment(ADAFACTOR_TENSORS * largest)
             return
-        tiles = TILES[self._options.optimizer]
-        if self._options.optimizer_state_dtype != "fp32":
+        tiles = TILES[self.options.optimizer]
+        if self.options.optimizer_state_dtype != "fp32":
             tiles += ENCODED_TILES
-        if self._options.master_weight_dtype != "fp32":
+        if self.options.master_weight_dtype != "fp32":
             tiles += ENCODED_TILES
         self.trace.moment(tiles * TILE_BYTES)
-
-
-def _kind(stage: Stage) -> str:
-    return "block" if stage.name.startswith("block_") else stage.name
