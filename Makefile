@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 INPUTS := pyproject.toml constraints.txt Makefile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-clean test lint format crash exactness bench import-real clean python-check
+.PHONY: help demo demo-clean test lint format crash exactness bench import-real clean python-check serve-soak serve-npm
 .DELETE_ON_ERROR:
 
 help: ## This list
@@ -38,6 +38,15 @@ crash: $(VENV)/.installed-test ## Explore crashes at length (CRASH_ARGS for the 
 
 exactness: $(VENV)/.installed-test ## Compare every way of training with training in memory (EXACTNESS_ARGS)
 	@$(BIN)/python -m tools.exactness $(EXACTNESS_ARGS)
+
+SOAK_SECONDS ?= 180
+serve-soak: $(VENV)/.installed-test ## Train and serve at once for minutes; every answer is checked
+	@$(BIN)/python -m tools.serve_soak --seconds $(SOAK_SECONDS)
+
+serve-npm: $(VENV)/.installed-test ## Run the npm client against the server (needs node and npm)
+	@npm install --silent --no-save --prefix .cache/npm openai
+	@NODE_PATH=$(CURDIR)/.cache/npm/node_modules $(BIN)/python -m pytest -q \
+	  tests/integration/test_serve_openai_npm.py
 
 BENCH_DIR ?= /tmp
 bench: $(VENV)/.installed-test ## Measure the store beside its peers (BENCH_DIR: the disk to measure)

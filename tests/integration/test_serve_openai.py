@@ -145,7 +145,7 @@ def test_streamed_chat_is_the_whole_one(client: openai.OpenAI, stop: Any, n: int
 
 def check_event(event: dict[str, Any], kind: Any, name: str) -> None:
     """Hold one event to the client's own schema, strictly, and to the keys of the API."""
-    # The client's type of a streamed completion knows no event before the last, whose reason is null.
+    # The client's type of a completion knows the last event alone; before it the reason is null.
     ended = [{**c, "finish_reason": c["finish_reason"] or "stop"} for c in event["choices"]]
     is_text = kind is Completion
     kind.model_validate({**event, "choices": ended} if is_text else event, strict=True)

@@ -45,7 +45,7 @@ def byte_tokenizer() -> bytes:
 def ids_of(text: str | bytes) -> list[int]:
     """Give the byte tokens of a text, which may be cut inside a character."""
     data = text.encode() if isinstance(text, str) else text
-    tokenizer = Tokenizer.from_str(byte_tokenizer().decode())
+    words = Tokenizer.from_str(byte_tokenizer().decode()).get_vocab()
     # Latin-1 has a character a byte, and the alphabet writes each as it would that byte.
     letters = set(pre_tokenizers.ByteLevel.alphabet())
     printable = {letter for letter in letters if ord(letter) < 256}
@@ -53,7 +53,7 @@ def ids_of(text: str | bytes) -> list[int]:
     others = [byte for byte in range(256) if chr(byte) not in printable]
     written = {byte: chr(byte) for byte in range(256) if chr(byte) in printable}
     written |= dict(zip(others, hidden, strict=True))
-    return [tokenizer.token_to_id(written[byte]) for byte in data]
+    return [words[written[byte]] for byte in data]
 
 
 def small_store(folder: Path, steps: Sequence[int] = (1,), **files: bytes) -> Path:
