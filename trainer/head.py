@@ -64,6 +64,7 @@ def head_backward(
                 loss, [leaf_ND, *leaves.values()], grad_outputs=seed
             )
             total.add(dict(zip(leaves, weight, strict=True)))
+            del weight  # a whole head's gradient, not to be held beside the next chunk's
             loss_sum += loss.detach().double()
         hidden_gradients.append(gradient_ND.view_as(x_BTD))
     return HeadGradients(loss_sum=loss_sum, hidden=hidden_gradients, params=total.gradients)
