@@ -79,11 +79,6 @@ class PagedCache:
         """Give the bytes of pages that somebody holds."""
         return len(self._holders) * self.geometry.page_bytes
 
-    @property
-    def touched_bytes(self) -> int:
-        """Give the bytes of pages that were ever written to."""
-        return self._untouched * self.geometry.page_bytes
-
     def take(self, count: int) -> list[int] | None:
         """Give out `count` pages with zero values; None, and no page, where there are too few."""
         if count > self.available_count:

@@ -81,7 +81,7 @@ def bring_weights(
     Raises:
         CorruptionError: its bytes are not those that were committed.
     """
-    view = place.pinned.read(place.shard)
+    view = place.pinned.read(place.shard, again=not keep)
     is_table = place.key.role == "table"
     weights = device.bring_in(view, None if is_table else dtype)
     if not keep or not device.is_host:
