@@ -10,7 +10,7 @@ three hold is carried on, phase by phase, since each phase holds so much more fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -50,6 +50,10 @@ class StepShape:
     seq_len: int
 
 
+# Gives the most that each phase holds, of a step with so many blocks.
+Walker = Callable[[StepShape, int], Mapping[str, int]]
+
+
 def predicted_bytes(shape: StepShape) -> int:
     """Give the most bytes that tensors of a step hold on a CUDA device, a little above."""
     return max(predicted_phases(shape).values())
@@ -57,20 +61,20 @@ def predicted_bytes(shape: StepShape) -> int:
 
 def predicted_phases(shape: StepShape) -> dict[str, int]:
     """Give the most bytes that each phase of a step holds."""
-    phases = _carried_on(shape, shape.model.num_layers, shape.accumulation)
+    phases = carried_on(shape, shape.model.num_layers, shape.accumulation, _walked)
     lasting = WORKSPACE_BYTES + LEFT_OUT_BYTES + _lasting_bytes(shape)
     return {name: held + lasting for name, held in phases.items()}
 
 
-def _carried_on(shape: StepShape, blocks: int, batches: int) -> dict[str, int]:
+def carried_on(shape: StepShape, blocks: int, batches: int, walked: Walker) -> dict[str, int]:
     """Walk through what is small enough; carry each phase on in a straight line beyond it."""
     if blocks > WALKED:
-        two, three = (_carried_on(shape, count, batches) for count in (WALKED - 1, WALKED))
+        two, three = (carried_on(shape, n, batches, walked) for n in (WALKED - 1, WALKED))
         return _line(two, three, blocks - WALKED)
     if batches > WALKED:
-        two, three = (_carried_on(shape, blocks, count) for count in (WALKED - 1, WALKED))
+        two, three = (carried_on(shape, blocks, n, walked) for n in (WALKED - 1, WALKED))
         return _line(two, three, batches - WALKED)
-    return dict(_walked(replace(shape, accumulation=batches), blocks))
+    return dict(walked(replace(shape, accumulation=batches), blocks))
 
 
 def _line(two: Mapping[str, int], three: Mapping[str, int], more: int) -> dict[str, int]:
