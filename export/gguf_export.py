@@ -9,7 +9,6 @@ logits.
 from __future__ import annotations
 
 import importlib.util
-import resource
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ import shardb
 from export.gguf_layout import TYPES, GgufTensor, architecture_of, gguf_tensors, rope_factors
 from export.gguf_tokenizer import GgufTokenizer, gguf_tokenizer
 from export.hf_weights import check_values
+from export.package_memory import peak_bytes
 from export.package_publish import Draft, check_apart
 from export.package_tensors import PackageTensor
 from export.package_tokenizer import (
@@ -129,7 +129,7 @@ def export_gguf(request: GgufRequest) -> GgufReport:
         file_bytes=file_bytes,
         sha256=digest,
         tokenizer=f"{tokenizer.model}, {tokenizer.pre}",
-        peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        peak_memory_bytes=peak_bytes(),
         tensors_compared=len(tensors),
         check=check,
         notes=found.notes,

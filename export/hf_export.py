@@ -7,7 +7,6 @@ bytes: nothing here depends on a clock.
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +21,7 @@ from export.hf_weights import Written, write_weights
 from export.model_card import CardFacts, model_card
 from export.package_history import measured
 from export.package_manifest import write_json, write_manifest
+from export.package_memory import peak_bytes
 from export.package_publish import Draft, check_apart
 from export.package_tensors import TORCH_DTYPES, TORCH_NAMES, ZEROS, PackageTensor
 from export.package_weights import Weights, open_weights
@@ -84,7 +84,7 @@ def export_package(request: ExportRequest, load: Load = load_afresh) -> ExportRe
         written = _write_files(plan, weights, draft.path)
         ids_T = _ids(plan, weights)
         exact_TV = stage_logits(weights.model, weights.read, ids_T, torch.float32)
-        check = _check(plan, weights, draft.path, ids_T, exact_TV, load)
+        check, check_peak_bytes = _check(plan, weights, draft.path, ids_T, exact_TV, load)
         _write_card(plan, weights, draft, check)
         write_manifest(plan, weights, draft.path, written, check)
         if reference is not None:
@@ -92,7 +92,7 @@ def export_package(request: ExportRequest, load: Load = load_afresh) -> ExportRe
             write_reference(reference.path, ids_T, exact_TV)
             reference.publish()
         draft.publish()
-        return _report(request, plan, weights, check)
+        return _report(request, plan, weights, check, check_peak_bytes)
 
 
 def _reference_draft(request: ExportRequest) -> Draft | None:
@@ -123,13 +123,20 @@ def _ids(plan: ExportPlan, weights: Weights) -> Tensor:
 
 def _check(
     plan: ExportPlan, weights: Weights, folder: Path, ids_T: Tensor, exact_TV: Tensor, load: Load
-) -> Check:
-    """Load the package in a fresh process and compare; VerificationError when it is another."""
+) -> tuple[Check, int]:
+    """Load the package in a fresh process and compare; VerificationError when it is another.
+
+    Gives what was found and that process's peak memory, which is no part of a package.
+    """
     loader, not_checked = choose_loader(plan.weight_bytes)
     description: Any = {}
     if loader == BY_STAGES:
         tensors = [asdict(tensor) for tensor in plan.tensors]
-        description = {"model": weights.model.to_json(), "tensors": tensors}
+        description = {
+            "model": weights.model.to_json(),
+            "tensors": tensors,
+            "dtype": plan.dtype,
+        }
     loaded = load(folder, ids_T, loader, description)
     if weights.source is None:
         loaded = replace(loaded, faults=(*loaded.faults, *loaded.disagreements))
@@ -139,7 +146,7 @@ def _check(
         ours_TV = stage_logits(weights.model, weights.read, ids_T, TORCH_DTYPES[plan.dtype])
     verdict = compare(ours_TV, loaded.logits_TV, dtype)
     check_verdict(verdict, loaded, dtype)
-    return Check(
+    check = Check(
         loader=loader,
         versions=loaded.versions,
         dtype=dtype,
@@ -150,6 +157,7 @@ def _check(
         not_checked=not_checked,
         disagreements=tuple(loaded.disagreements),
     )
+    return check, loaded.peak_memory_bytes
 
 
 def _write_card(plan: ExportPlan, weights: Weights, draft: Draft, check: Check) -> None:
@@ -178,7 +186,7 @@ def _unshared(tensors: Sequence[PackageTensor]) -> list[PackageTensor]:
 
 
 def _report(
-    request: ExportRequest, plan: ExportPlan, weights: Weights, check: Check
+    request: ExportRequest, plan: ExportPlan, weights: Weights, check: Check, check_peak_bytes: int
 ) -> ExportReport:
     return ExportReport(
         out=str(request.out),
@@ -187,13 +195,9 @@ def _report(
         dtype=TORCH_NAMES[plan.dtype],
         files=tuple(file.name for file in plan.files),
         model_bytes=plan.weight_bytes,
-        peak_memory_bytes=_peak_bytes(resource.RUSAGE_SELF),
-        check_peak_memory_bytes=_peak_bytes(resource.RUSAGE_CHILDREN),
+        peak_memory_bytes=peak_bytes(),
+        check_peak_memory_bytes=check_peak_bytes,
         rounded_to_zero=plan.rounding.to_zero,
         check=check,
         notes=plan.notes,
     )
-
-
-def _peak_bytes(who: int) -> int:
-    return resource.getrusage(who).ru_maxrss * 1024

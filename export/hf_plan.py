@@ -56,7 +56,7 @@ class ExportRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportPlan:
-    """Everything that is known before a byte is written."""
+    """Everything that is known before a byte is written; `dtype` is what readers compute in."""
 
     tensors: list[PackageTensor]
     files: list[WeightFile]
@@ -97,10 +97,16 @@ def make_plan(request: ExportRequest, weights: Weights) -> ExportPlan:
         tokenizer=tokenizer,
         config=config,
         generation_config=generation_config,
-        dtype=dtype,
+        dtype=_told_dtype(config) or dtype,
         rounding=check_values(weights, tensors),
         notes=notes,
     )
+
+
+def _told_dtype(config: Mapping[str, Any]) -> str | None:
+    """Give the form that readers of the configuration compute in: an import's may be another."""
+    told = config.get("dtype") or config.get("torch_dtype")
+    return {name: form for form, name in TORCH_NAMES.items()}.get(str(told))
 
 
 def _tokenizer(request: ExportRequest, weights: Weights) -> PackageTokenizer | None:

@@ -27,11 +27,12 @@ ReadShard = Callable[[str], Mapping[str, Tensor]]
 
 
 def check_ids(model: ModelConfig, seed: str, vocabulary: int | None = None) -> Tensor:
-    """Give ids [T] for a comparison: drawn evenly, a pure function of `seed`.
+    """Give ids [T] for a comparison: drawn evenly, a pure function of `seed`, in hex.
 
     `vocabulary` bounds them where the tokenizer has fewer than the model.
     """
-    generator = torch.Generator().manual_seed(int(seed[:15], 16))
+    # The generator takes 32 bits; an id of a commit ends with random ones.
+    generator = torch.Generator().manual_seed(int(seed[-8:], 16))
     positions = min(POSITIONS, model.max_position_embeddings)
     bound = min(model.vocab_size, vocabulary or model.vocab_size)
     return torch.randint(0, bound, (positions,), generator=generator)

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from export.package_memory import available_bytes
 from shardb.errors import ShardbError
 
 # Largest allowed difference, as a part of the largest logit (at least 1).
@@ -72,6 +73,7 @@ class Loaded:
     versions: Mapping[str, str]
     faults: Sequence[str] = field(default=())
     disagreements: Sequence[str] = field(default=())
+    peak_memory_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,14 +149,6 @@ def choose_loader(package_bytes: int) -> tuple[str, str]:
     return BY_TRANSFORMERS, ""
 
 
-def available_bytes() -> int:
-    """Give the memory that can be had without swapping; see proc_meminfo(5)."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
 def load_afresh(folder: Path, ids_T: Tensor, loader: str, plan: Any = None) -> Loaded:
     """Load a package in a process of its own, without network, and give its logits.
 
@@ -188,6 +182,7 @@ def load_afresh(folder: Path, ids_T: Tensor, loader: str, plan: Any = None) -> L
         versions=facts["versions"],
         faults=facts["faults"],
         disagreements=facts["disagreements"],
+        peak_memory_bytes=facts["peak_memory_bytes"],
     )
 
 

@@ -16,6 +16,7 @@ import torch
 
 def main() -> None:
     """Load, compute, write; any exception is the answer that the package cannot be loaded."""
+    from export.package_memory import peak_bytes
     from export.verify_loading import by_llama_cpp, by_stages, by_transformers
 
     folder, exchange, loader, threads = sys.argv[1:]
@@ -34,6 +35,7 @@ def main() -> None:
         "versions": outcome.versions,
         "faults": outcome.faults,
         "disagreements": outcome.disagreements,
+        "peak_memory_bytes": peak_bytes(),
     }
     (place / "facts.json").write_text(json.dumps(facts))
 

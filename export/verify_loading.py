@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from export.package_reading import PackageShards
-from export.package_tensors import TORCH_DTYPES, PackageTensor, prevailing_dtype
+from export.package_tensors import TORCH_DTYPES, PackageTensor
 from export.package_tokenizer import TEMPLATE_FILE, TOKENIZER_FILE
 from export.reference_logits import stage_logits
 from trainer.model.config import ModelConfig
@@ -84,7 +84,7 @@ def by_stages(folder: Path, ids_T: Tensor, plan: Mapping[str, Any]) -> Outcome:
         PackageTensor(**{**entry, "shape": tuple(entry["shape"])}) for entry in plan["tensors"]
     ]
     shards = PackageShards(folder, tensors)
-    dtype = TORCH_DTYPES[prevailing_dtype(tensors)]
+    dtype = TORCH_DTYPES[plan["dtype"]]
     logits_TV = stage_logits(ModelConfig.from_json(plan["model"]), shards.read, ids_T, dtype)
     return Outcome(logits_TV=logits_TV, versions={"torch": torch.__version__})
 
