@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import shardb
+from export.import_config import read_model_config
 from shardb import torch_adaptor
 from shardb.errors import NotFoundError
 from tests.support.commands import shardb_command
@@ -36,6 +37,7 @@ from trainer.model.stored import read_model
 from trainer.options import EngineOptions
 from trainer.plan import make_plan
 from trainer.run_shards import read_stored_run
+from trainer.vram import WORKSPACE_BYTES, StepShape, predicted_bytes
 
 STEPS = 3
 OPTIONS = EngineOptions(grad_clip_mode="global", max_grad_norm=0.5)
@@ -97,13 +99,13 @@ def stored_arrays(store: Path) -> dict[str, np.ndarray]:
         }
 
 
-@pytest.mark.parametrize("clip", ["global", "none"])
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma3_text", "phi", "phi3"])
+@pytest.mark.parametrize(("clip", "activations"), [("global", "recompute"), ("none", "keep")])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma2", "gemma3_text", "phi", "phi3"])
 def test_is_streamed_training_from_an_import_resident_training(
-    model_type: str, clip: str, tmp_path: Path
+    model_type: str, clip: str, activations: str, tmp_path: Path
 ) -> None:
     store = imported(tmp_path, model_type)
-    options = replace(OPTIONS, grad_clip_mode=clip)
+    options = replace(OPTIONS, grad_clip_mode=clip, activations=activations)
     with shardb.open(store) as opened, opened.at() as view:
         model = read_model(view)
     stream(store, model, options, range(1, STEPS + 1))
@@ -237,3 +239,17 @@ def test_an_adopting_transaction_gives_masters_and_zeros(tmp_path: Path) -> None
 def read_model_here(opened: shardb.Store) -> ModelConfig:
     with opened.at() as view:
         return read_model(view)
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text", "phi3"])
+def test_is_memory_foretold_of_layers_of_transformers_too(model_type: str) -> None:
+    """A walk on tensors without content, a plausible number, and more of it for longer rows."""
+    model = read_model_config(config_of(model_type, sliding_window=8)).model
+
+    def foretold(seq_len: int) -> int:
+        shape = StepShape(
+            model=model, options=OPTIONS, micro_batch_size=2, accumulation=1, seq_len=seq_len
+        )
+        return predicted_bytes(shape)
+
+    assert WORKSPACE_BYTES < foretold(32) < foretold(128) < WORKSPACE_BYTES + (64 << 20)

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_map_only
 
 from trainer.errors import InputError
 
@@ -66,6 +67,11 @@ class Handed:
     args: tuple[Any, ...]
     named: Mapping[str, Any]
 
+    def on_meta(self) -> Handed:
+        """Give the same without content."""
+        args, named = tree_map_only(Tensor, _to_meta, (self.args, dict(self.named)))
+        return Handed(args=args, named=named)
+
 
 class HfModel:
     """The parts of one model: embeddings, layers, the final norm and the head."""
@@ -75,7 +81,9 @@ class HfModel:
         with torch.device("meta"):
             model = _transformers().AutoModelForCausalLM.from_config(self.config)
         model.eval().requires_grad_(False)
-        self._backbone = backbone = getattr(model, model.base_model_prefix)
+        # Gemma3's prefix is that of its model of pictures and text.
+        place = "model" if hasattr(model, "model") else model.base_model_prefix
+        self._backbone = backbone = getattr(model, place)
         self.layers: list[nn.Module] = list(backbone.layers)
         self.norm_name = "norm" if hasattr(backbone, "norm") else "final_layernorm"
         self.norm: nn.Module = getattr(backbone, self.norm_name)
@@ -88,17 +96,22 @@ class HfModel:
             self._notes[index].attention_type = getattr(layer, "attention_type", None)
         backbone.layers = nn.ModuleList(self._notes)
         setattr(backbone, self.norm_name, nn.Identity())
-        setattr(model, model.base_model_prefix, _Echo())
+        setattr(model, place, _Echo())
         self._model = model
         self._lock = threading.Lock()
         self._handed: OrderedDict[Any, list[Handed]] = OrderedDict()
 
     def embed(self, weights: Mapping[str, Tensor], ids_BT: Tensor) -> Tensor:
         """Give what the first layer is handed for token ids: [B, T, D]."""
+        if ids_BT.is_meta:
+            # Masks are made from values, which are not there; memory is that of the look-up.
+            found: Tensor = functional_call(self.embeddings, dict(weights), (ids_BT,))
+            return found
         named = {f"embed_tokens.{name}": tensor for name, tensor in weights.items()}
         with self._lock, self._tables_on(ids_BT.device):
             functional_call(self._backbone, named, kwargs={"input_ids": ids_BT, **_PLAIN})
-            return self._notes[0].take()[0]
+            handed = [note.take()[0] for note in self._notes]  # no note outlives the call
+        return handed[0]
 
     def run_layer(self, index: int, weights: Mapping[str, Tensor], x_BTD: Tensor) -> Tensor:
         """Compute one layer: [B, T, D] to [B, T, D]."""
@@ -129,17 +142,23 @@ class HfModel:
 
     def _handed_to(self, x_BTD: Tensor) -> list[Handed]:
         """Ask the backbone what it hands each layer for an input of this form."""
+        if x_BTD.is_meta:
+            return [each.on_meta() for each in self._asked(x_BTD, torch.device("cpu"))]
         key = (tuple(x_BTD.shape), x_BTD.dtype, x_BTD.device)
         found = self._handed.get(key)
         if found is None:
-            with torch.no_grad(), self._tables_on(x_BTD.device):
-                self._backbone(inputs_embeds=x_BTD.detach(), **_PLAIN)
-            noted = [note.take() for note in self._notes]
-            found = [Handed(args=args, named=named) for _, args, named in noted]
-            self._handed[key] = found
+            found = self._handed[key] = self._asked(x_BTD, x_BTD.device)
             if len(self._handed) > HANDED_MAX:
                 self._handed.popitem(last=False)
         return found
+
+    def _asked(self, x_BTD: Tensor, device: torch.device) -> list[Handed]:
+        """Pass a stand-in through the backbone: what it hands on depends on the form alone."""
+        stand_in = torch.zeros((), dtype=x_BTD.dtype, device=device).expand(x_BTD.shape)
+        with torch.no_grad(), self._tables_on(device):
+            self._backbone(inputs_embeds=stand_in, **_PLAIN)
+        noted = [note.take() for note in self._notes]
+        return [Handed(args=args, named=named) for _, args, named in noted]
 
     @contextmanager
     def _tables_on(self, device: torch.device) -> Iterator[None]:
@@ -156,6 +175,10 @@ class HfModel:
 
 
 _PLAIN = {"use_cache": False}
+
+
+def _to_meta(tensor: Tensor) -> Tensor:
+    return tensor.to("meta")
 
 
 class _NotingLayer(nn.Module):

@@ -88,7 +88,11 @@ class HfHead(Stage):
 
 
 def hf_trunk(config: ModelConfig) -> list[Stage]:
-    """Give every stage before the head, in forward order."""
+    """Give every stage before the head, in forward order; the model is built now if never before.
+
+    Who counts what a step holds must not count the building.
+    """
+    _model(config)
     blocks = [HfBlock(config, index) for index in range(config.num_layers)]
     return [HfEmbeddings(config), *blocks, HfFinalNorm(config)]
 
