@@ -23,6 +23,7 @@ from shardb.objects import free_bytes_of
 from shardb.records import Record, new_record
 from shardb.references import Retired
 from shardb.state import DictTables, Tables
+from shardb.storage_errors import storage_errors
 from shardb.store import Store
 from shardb.store import open as open_store
 
@@ -82,17 +83,24 @@ def collect_garbage(
     spare files and the reserve together leave no room to catch the index up.
     """
     files = files or RealFileSystem()
-    read_format(files, root)
     collected = Collected(dry_run=dry_run)
+    with storage_errors(files, root, "collecting garbage"):
+        _collect_garbage(files, root, collected, allow_network=allow_network)
+    return collected
+
+
+def _collect_garbage(
+    files: FileSystem, root: str, collected: Collected, *, allow_network: bool
+) -> None:
+    read_format(files, root)
 
     def opening() -> Store:
         return open_store(root, files=files, allow_network=allow_network)
 
     with _open_or_make_room(files, root, opening, collected) as store:
         _Collection(store, collected).run()
-    if not dry_run:
+    if not collected.dry_run:
         reserve.ensure(files, root)
-    return collected
 
 
 def _open_or_make_room(

@@ -100,9 +100,10 @@ class Store(Looking):
 
     def history(self) -> Iterator[Record]:
         """Every record of the log that is still there in raw form, oldest first."""
-        for sequence in self.log.sequences():
-            for frame in self.log.scan(sequence).frames:
-                yield records.unpack(frame.payload)
+        with storage_errors(self.files, self.root, "reading the log"):
+            for sequence in self.log.sequences():
+                for frame in self.log.scan(sequence).frames:
+                    yield records.unpack(frame.payload)
 
     # Reading
 

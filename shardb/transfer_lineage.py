@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from shardb import records
 from shardb.errors import LogDamagedError
 from shardb.records import Record
+from shardb.storage_errors import storage_errors
 
 if TYPE_CHECKING:
     from shardb.store import Store
@@ -155,13 +156,15 @@ def past_step(record: Record) -> PastStep:
 def lineage(store: Store, commit: str, ends: Collection[str]) -> Lineage:
     """Walk a store's log back from `commit` to the first of `ends`, or to the beginning.
 
-    Where a part of the log cannot be read, the walk ends there and `complete` is False.
+    Where a part of the log cannot be read, the walk ends there and `complete` is False. Raises
+    StorageFailedError when the storage does not even say which parts there are.
     """
     walk = Walk(commit, ends)
-    for record in _commits_backward(store):
-        walk.meet(record)
-        if walk.ended:
-            break
+    with storage_errors(store.files, store.root, "reading the log"):
+        for record in _commits_backward(store):
+            walk.meet(record)
+            if walk.ended:
+                break
     return walk.lineage()
 
 

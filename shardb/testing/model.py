@@ -117,8 +117,8 @@ class Journal:
         self._add(self._last().attempted, None)
 
     def refuse(self) -> None:
-        """The call under way has certainly not happened."""
-        self._add(self._last().settled, None)
+        """The call under way has certainly not happened; what was damaged still is."""
+        self._add(self._last().settled, None, mend=self._last().mend)
 
     def opened(self, state: ModelStore) -> None:
         """A store was opened and shown: what was shown must stay."""

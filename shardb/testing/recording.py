@@ -74,6 +74,7 @@ class RecordingFileSystem:
         self.calls: Counter[str] = Counter()
         self.fired_count = 0
         self._matched_count = 0
+        self._is_undisturbed = False
         self.stop_at = stop_at
         self.crashed = False
         self.initial = read_tree(self.root)
@@ -240,6 +241,15 @@ class RecordingFileSystem:
 
     # Around a workload.
 
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """For a block, no fault fires and no call counts: the hand of the test is at work."""
+        self._is_undisturbed = True
+        try:
+            yield
+        finally:
+            self._is_undisturbed = False
+
     def shut_down(self) -> None:
         """Close what the stopped workload left open; its locks go with the descriptors."""
         with self._mutex:
@@ -293,6 +303,8 @@ class RecordingFileSystem:
     def _is_due(self, fault: Fault, operation: str, path: str) -> bool:
         part = path.removeprefix(self.root)
         if fault.operation != operation or fault.path_contains not in part:
+            return False
+        if self._is_undisturbed:
             return False
         self._matched_count += 1
         late = fault.persistent and self._matched_count > fault.nth

@@ -165,6 +165,11 @@ class Scene(Script):
 
     def _damage(self, digest: str) -> None:
         """Flip bits of FORMAT, of an object and, behind and before others, of a record."""
+        assert isinstance(self._files, RecordingFileSystem)
+        with self._files.undisturbed():
+            self._damage_undisturbed(digest)
+
+    def _damage_undisturbed(self, digest: str) -> None:
         self._flip(format_path(self._path), 20)
         self._flip(f"{self._path}/objects/{digest}.safetensors", 4096 + 100)
         directory = f"{self._path}/wal"

@@ -1,4 +1,4 @@
-"""A store to fail in: made once, laid out anew for every fault."""
+"""Stores to fail in: made once, laid out anew for every fault."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.fault.faulted import Template, make_template
+from shardb.testing.bases import Base, make_base
+from shardb.testing.model import Journal
+from shardb.testing.recording import RecordingFileSystem
+from shardb.testing.verbs import small_base
+from shardb.testing.workloads import Script
 from tests.support.ram_disk import scratch_directory
 
 
@@ -18,7 +22,23 @@ def scratch() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def template() -> Template:
+def template() -> Base:
     """Give a closed store with three commits and a snapshot."""
+
+    def fill(files: RecordingFileSystem, path: str, journal: Journal) -> Script:
+        script = Script(files, path, journal)
+        script.commit(0)
+        script.commit(1)
+        script.snapshot("step-1")
+        script.commit(2)
+        return script
+
     with scratch_directory() as path:
-        return make_template(path)
+        return make_base(path, fill)
+
+
+@pytest.fixture(scope="session")
+def scene_base() -> Base:
+    """Give a closed store on which every verb has something to do."""
+    with scratch_directory() as path:
+        return small_base(path)

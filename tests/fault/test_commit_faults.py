@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -19,13 +20,15 @@ from shardb.errors import (
     StorageFailedError,
     StorageFullError,
 )
+from shardb.testing import faulting
+from shardb.testing.bases import Base, write_index
+from shardb.testing.faulting import Outcome, Steps, run_faulted
 from shardb.testing.images import ImageLimits, choices
 from shardb.testing.model import Expectation
 from shardb.testing.operations import Fault, PageModel
-from shardb.testing.oracle import check
+from shardb.testing.oracle import check, observe
 from shardb.testing.recording import RecordingFileSystem
 from shardb.testing.workloads import Script
-from tests.fault.faulted import Template, faulted_runs, lay_out, run_faulted
 
 READS = ("open", "pread", "pread_into", "map", "status", "exists", "list", "lock", "close", "kind")
 CHANGES = ("pwrite", "truncate", "allocate", "rename", "unlink", "make_directory")
@@ -43,6 +46,23 @@ PLANS = [
 ]
 
 
+def use(script: Script) -> None:
+    """What the faulted runs do: read everything, commit, snapshot, commit."""
+    observe(script.store)
+    script.commit(3)
+    script.snapshot("step-3")
+    script.commit(4)
+
+
+def faulted_runs(
+    base: Base, scratch: str, make_fault: Callable[[int], Fault], steps: Steps = use
+) -> Iterator[Outcome]:
+    """One run for every call that can fail; what is wrong with the reopened store fails here."""
+    for outcome, wrong in faulting.faulted_runs(base, scratch, make_fault, steps):
+        yield outcome
+        assert not wrong, f"{outcome.fault}, then {outcome.error}: {wrong}"
+
+
 def _plan_name(plan: tuple[str, int]) -> str:
     return f"{plan[0]}-{errno.errorcode[plan[1]]}"
 
@@ -50,7 +70,7 @@ def _plan_name(plan: tuple[str, int]) -> str:
 @pytest.mark.parametrize("persistent", [False, True], ids=["once", "from then on"])
 @pytest.mark.parametrize("plan", PLANS, ids=_plan_name)
 def test_a_failing_call_loses_nothing(
-    plan: tuple[str, int], persistent: bool, template: Template, scratch: str
+    plan: tuple[str, int], persistent: bool, template: Base, scratch: str
 ) -> None:
     operation, code = plan
 
@@ -70,7 +90,7 @@ def test_a_failing_call_loses_nothing(
 
 @pytest.mark.parametrize("operation", SYNCS)
 def test_every_failing_sync_of_a_commit_is_an_error(
-    operation: str, template: Template, scratch: str
+    operation: str, template: Base, scratch: str
 ) -> None:
     """A commit never returns after one of its syncs failed."""
 
@@ -85,7 +105,7 @@ def test_every_failing_sync_of_a_commit_is_an_error(
 
 
 def test_a_failing_sync_of_the_commit_record_leaves_the_outcome_open(
-    template: Template, scratch: str
+    template: Base, scratch: str
 ) -> None:
     """The error says so, and the commit's id tells after reopening whether it landed."""
     unknown = 0
@@ -109,7 +129,7 @@ def test_a_failing_sync_of_the_commit_record_leaves_the_outcome_open(
 @pytest.mark.parametrize("pages", ["new", "old", "zero"])
 @pytest.mark.parametrize("operation", ["fsync", "fdatasync"])
 def test_power_loss_after_a_failed_sync(
-    operation: str, pages: PageModel, template: Template, scratch: str
+    operation: str, pages: PageModel, template: Base, scratch: str
 ) -> None:
     """Whatever memory showed after the failure, a crash leaves a commit that was made."""
     states = 0
@@ -129,7 +149,9 @@ def test_power_loss_after_a_failed_sync(
             states += 1
             root = os.path.join(scratch, "crashed")
             os.mkdir(root)
-            path = lay_out(image, outcome.index() or template.index, root)
+            image.materialise(root)
+            path = os.path.join(root, "run")
+            write_index(path, outcome.index())
             wrong = check(path, outcome.expectation)
             assert not wrong, f"{outcome.fault}, then power loss, [{label}]: {wrong}"
             shutil.rmtree(root)
@@ -139,15 +161,15 @@ def test_power_loss_after_a_failed_sync(
 @pytest.mark.parametrize("short_bytes", [1, 100, 513])
 @pytest.mark.parametrize("operation", ["pread", "pread_into", "pwrite"])
 def test_short_transfers_are_gone_on_with(
-    operation: str, short_bytes: int, template: Template, scratch: str
+    operation: str, short_bytes: int, template: Base, scratch: str
 ) -> None:
     fault = Fault(operation=operation, nth=1, short=short_bytes, persistent=short_bytes > 1)
-    outcome = run_faulted(template, scratch, fault)
+    outcome = run_faulted(template, scratch, fault, use)
     assert outcome.error is None
     assert check(outcome.store, outcome.expectation) == []
 
 
-def test_a_write_without_progress_is_a_full_disk(template: Template, scratch: str) -> None:
+def test_a_write_without_progress_is_a_full_disk(template: Base, scratch: str) -> None:
     def make(nth: int) -> Fault:
         return Fault(operation="pwrite", nth=nth, short=0)
 
@@ -155,11 +177,11 @@ def test_a_write_without_progress_is_a_full_disk(template: Template, scratch: st
     assert any(isinstance(error, StorageFullError) for error in errors)
 
 
-def test_a_full_disk_says_what_is_needed_and_free(template: Template, scratch: str) -> None:
+def test_a_full_disk_says_what_is_needed_and_free(template: Base, scratch: str) -> None:
     fault = Fault(
         operation="pwrite", nth=1, error=errno.ENOSPC, persistent=True, path_contains="spare"
     )
-    outcome = run_faulted(template, scratch, fault)
+    outcome = run_faulted(template, scratch, fault, use)
     assert isinstance(outcome.error, StorageFullError)
     assert "bytes are needed" in outcome.error.message
     assert "bytes are free" in outcome.error.message
@@ -188,7 +210,7 @@ def test_a_failing_creation_can_be_repeated(operation: str, code: int, scratch: 
 
 
 def test_the_harness_notices_an_error_that_is_swallowed(
-    template: Template, scratch: str, monkeypatch: pytest.MonkeyPatch
+    template: Base, scratch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control arm: a store that goes on after a failed sync of the log must be caught."""
     commit = Script.commit
