@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from shardb.errors import ObjectCorruptError, UsageError
@@ -81,6 +82,18 @@ def check_name(name: str, what: str) -> None:
 
 def build(specs: Mapping[str, TensorSpec]) -> Layout:
     """Lay out tensors; UsageError for an unknown data type, a bad shape or no tensor at all."""
+    if all(type(spec.shape) is tuple for spec in specs.values()):
+        return _built(tuple(specs.items()))
+    return _build(specs)
+
+
+@lru_cache(maxsize=512)
+def _built(items: tuple[tuple[str, TensorSpec], ...]) -> Layout:
+    """The same tensors are laid out in the same way, step after step; a layout never changes."""
+    return _build(dict(items))
+
+
+def _build(specs: Mapping[str, TensorSpec]) -> Layout:
     if not specs:
         raise UsageError("a shard needs at least one tensor")
     for name, spec in specs.items():

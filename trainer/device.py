@@ -44,6 +44,9 @@ class Device:
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
         self.page_locks = PageLocks()
+        # What recorded work uses inside, which no count of tensors holds; see `device_lanes`.
+        self.captured_bytes = 0
+        self._peak_before = 0
         self._sent: weakref.WeakKeyDictionary[TensorImage, _Sent] = weakref.WeakKeyDictionary()
 
     @classmethod
@@ -191,7 +194,14 @@ class Device:
 
     def peak_bytes(self) -> int:
         """Give the most device memory that tensors held so far; 0 on the host."""
-        return 0 if self.is_host else torch.cuda.max_memory_allocated(self.torch_device)
+        if self.is_host:
+            return 0
+        now = torch.cuda.max_memory_allocated(self.torch_device) + self.captured_bytes
+        return max(self._peak_before, now)
+
+    def keep_peak(self) -> None:
+        """Remember the peak so far, because what counts it is about to begin anew."""
+        self._peak_before = self.peak_bytes()
 
     def forget_peak(self) -> None:
         """Begin to measure `peak_bytes` anew, from what tensors hold now."""
@@ -199,6 +209,7 @@ class Device:
             # There are no statistics before the device is first used.
             torch.cuda.init()  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()
+            self._peak_before = 0
             torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def memory_bytes(self) -> tuple[int, int] | None:
@@ -235,4 +246,6 @@ def _open_cuda(name: str, index: int) -> torch.device:
     if index >= count:
         raise InputError(f"--device {name}: there are {count} CUDA devices, numbered from 0")
     torch.use_deterministic_algorithms(True)
+    # It also fills all memory that is not written yet, to find what reads it: a tenth of a step.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return torch.device("cuda", index)

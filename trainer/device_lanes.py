@@ -9,16 +9,18 @@ is done when the call returns, so marks say nothing there.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from trainer.device import Device
+
+T = TypeVar("T")
 
 
 class Lane(StrEnum):
@@ -76,6 +78,13 @@ class Lanes(Protocol):
         """Take `page_lock` back, before the memory is given up."""
         ...
 
+    def capture(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]] | None:
+        """Record what `work` asks for in COMPUTE; give its result and what does it all again.
+
+        Everything it touches keeps its address. None where nothing can be recorded.
+        """
+        ...
+
     def begin_trace(self) -> None:
         """Note the spans of named work from here on."""
         ...
@@ -87,7 +96,7 @@ class Lanes(Protocol):
 
 def lanes_of(device: Device) -> Lanes:
     """Open the lanes of a device."""
-    return HostLanes() if device.is_host else CudaLanes(device.torch_device)
+    return HostLanes() if device.is_host else CudaLanes(device)
 
 
 class HostLanes:
@@ -124,6 +133,9 @@ class HostLanes:
     def page_unlock(self, address: int) -> None:
         raise AssertionError("nothing is page-locked on the host")
 
+    def capture(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]] | None:
+        return None
+
     def begin_trace(self) -> None:
         self._began = time.perf_counter()
 
@@ -149,8 +161,10 @@ class _Trace:
 class CudaLanes:
     """Streams of a CUDA device; COMPUTE is the stream of every call without lanes."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, place: Device) -> None:
+        self._place = place
+        self._device = device = place.torch_device
+        self._pool: Any = None
         self._trace: _Trace | None = None
         self._streams: dict[Lane, torch.cuda.Stream] = {
             lane: torch.cuda.current_stream(device)
@@ -202,6 +216,22 @@ class CudaLanes:
 
     def page_unlock(self, address: int) -> None:
         torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+    def capture(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]] | None:
+        torch.cuda.synchronize(self._device)
+        self._place.keep_peak()
+        before = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        graph = torch.cuda.CUDAGraph()
+        # Graphs share one pool: they never run at once, so each may use what the other does.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = work()
+        self._pool = graph.pool()
+        taken = torch.cuda.max_memory_allocated(self._device) - before
+        lasting = torch.cuda.memory_allocated(self._device) - before
+        # What a graph uses inside is free in the allocator's eyes, and nobody else's all the same.
+        self._place.captured_bytes = max(self._place.captured_bytes, taken - lasting)
+        return result, graph.replay
 
     def begin_trace(self) -> None:
         zero = _event(timing=True)

@@ -20,14 +20,14 @@ from trainer.device import Device
 from trainer.errors import InputError, NonFiniteError
 from trainer.evaluate import EvalResult, Evaluator
 from trainer.gradient_pass import GradientPass
+from trainer.model.compiled import CompiledBlocks
 from trainer.model.config import ModelConfig
 from trainer.model.initialise import fill_initial
 from trainer.model.stages import Stage, build_head, build_stages, build_trunk
 from trainer.optimizers.bf16_masters import stored_specs
 from trainer.options import EngineOptions
-from trainer.pipeline.feeding import UnknownLayoutError
+from trainer.pipeline.course import NextRows, PipelineCourse
 from trainer.pipeline.pipeline import Pipeline, PipelineSettings, is_supported
-from trainer.pipeline.step import PipelineStep
 from trainer.placement_places import ActivationPlaces
 from trainer.prefetch import prefetch_of
 from trainer.residency import ShardReader, ShardWindow
@@ -64,8 +64,10 @@ class Engine:
             optimizer=options.update_rule(),
             device=device,
             places=ActivationPlaces(options, device, spill_folder),
+            blocks=CompiledBlocks() if options.compile_blocks else None,
         )
         self.pipeline: Pipeline | None = None
+        self._course: PipelineCourse | None = None
 
     def use_pipeline(self, settings: PipelineSettings) -> None:
         """Train through a pipeline from here on, where these options allow it; `close` ends it."""
@@ -81,7 +83,7 @@ class Engine:
         """Let go of the device and of what belongs to the stores; do it before they are closed."""
         if self.pipeline is not None:
             self.pipeline.close()
-            self.pipeline = None
+            self.pipeline = self._course = None
 
     def initialise(self, txn: ShardTransaction, seed: int) -> None:
         """Stage first parameters and zero optimizer state for every stage."""
@@ -125,11 +127,14 @@ class Engine:
         learning_rate: float,
         loss_scale: float = 1.0,
         grad_norm_scale: float = 1.0,
+        next_rows: NextRows | None = None,
     ) -> StepResult:
         """Stage the next version of every shard; the caller commits.
 
         micro_batches: integer rows [B, T + 1] each; step: number of the new step, from 1;
-        loss_scale: a power of two, for fp16; grad_norm_scale: lowers the norm of clipping.
+        loss_scale: a power of two, for fp16; grad_norm_scale: lowers the norm of clipping;
+        next_rows: gives the micro-batches of the step after this one, if there will be one: its
+        forward pass may run while this one is committed. That step is to be given the same list.
 
         Raises:
             InputError: a batch does not fit the model, or has no label that counts.
@@ -142,25 +147,31 @@ class Engine:
             loss_scale=loss_scale,
             grad_norm_scale=grad_norm_scale,
         )
-        batches = self._tokens(micro_batches)
-        return self._through_pipeline(txn, order, batches) or TrainStep(
-            self._model, txn, order
-        ).run(batches)
+        if self.pipeline is not None:
+            found = self._through_pipeline(txn, order, micro_batches, next_rows)
+            if found is not None:
+                return found
+        return TrainStep(self._model, txn, order).run(self._tokens(micro_batches))
 
     def _through_pipeline(
-        self, txn: ShardTransaction, order: StepOrder, batches: list[Tokens]
+        self,
+        txn: ShardTransaction,
+        order: StepOrder,
+        micro_batches: Sequence[Rows],
+        next_rows: NextRows | None,
     ) -> StepResult | None:
         """Take a step through the pipeline; None where the plain way has to do it.
 
         The plain way also does again what came out not finite: it knows the words for it.
         """
-        plain = order.loss_scale != 1.0 or self.options.normaliser.is_due(order.step)
-        if self.pipeline is None or plain:
+        assert self.pipeline is not None
+        if order.loss_scale != 1.0 or self.options.normaliser.is_due(order.step):
             return None
-        try:
-            return PipelineStep(self.pipeline, txn, order).run(batches)
-        except UnknownLayoutError:
-            return None
+        if self._course is None:
+            self._course = PipelineCourse(self.pipeline, self._tokens)
+        if self.options.normaliser.is_due(order.step + 1):
+            next_rows = None
+        return self._course.train(txn, order, micro_batches, next_rows)
 
     def discard_step(self, txn: ShardTransaction) -> None:
         """Drop what a step staged, so that the same transaction can try again."""

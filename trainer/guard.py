@@ -20,6 +20,7 @@ from typing import Any
 from trainer.engine import Engine, Rows, StepResult
 from trainer.errors import UpdateRejectedError
 from trainer.guard_policy import GuardPolicy
+from trainer.pipeline.course import NextRows
 from trainer.step import ShardTransaction
 
 Record = dict[str, Any]
@@ -33,6 +34,7 @@ def train_guarded(
     step: int,
     learning_rate: float,
     loss_scale: float = 1.0,
+    next_rows: NextRows | None = None,
 ) -> tuple[StepResult, Record | None]:
     """Stage a step that the guard lets pass; give its record, None when there is no guard.
 
@@ -52,6 +54,7 @@ def train_guarded(
             learning_rate=learning_rate * rate_scale,
             loss_scale=loss_scale,
             grad_norm_scale=norm_scale,
+            next_rows=None if policy else next_rows,  # what is tried may be discarded
         )
         if policy is None:
             return result, None

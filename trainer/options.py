@@ -39,6 +39,7 @@ class EngineOptions:
     """Settings of a training step.
 
     dtype: of compute; updates are fp32 always.
+    compile_blocks: run blocks through `trainer.model.compiled`, which rounds otherwise.
     master_weight_dtype: of stored parameters; `bf16` is inexact, see `Bf16Masters`, which `seed`
         is for.
     optimizer: `adamw`, `lion` or `adafactor` (which has no use for beta1, beta2 and adam_eps).
@@ -63,6 +64,7 @@ class EngineOptions:
 
     seed: int = 0
     dtype: str = "fp32"
+    compile_blocks: bool = False
     master_weight_dtype: str = "fp32"
     optimizer: str = "adamw"
     optimizer_state_dtype: str = "fp32"

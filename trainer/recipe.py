@@ -36,6 +36,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "lr_schedule": SHAPES,
     "prefetch_shards": ("off", "cpu", "gpu", "secondary-gpu"),
     "activations": ("auto", "keep", "recompute"),
+    "device_pipeline": ("auto", "on", "off"),
+    "gradient_placement": ("vram", "host"),
     "activation_placement": ("auto", "vram", "host", "spill"),
 }
 
@@ -51,6 +53,7 @@ class Recipe:
     device: str
     threads: int
     dtype: str = "fp32"
+    compile_blocks: bool = False
     master_weight_dtype: str = "fp32"
     micro_batch_size: int = 8
     gradient_accumulation_steps: int = 1
@@ -168,6 +171,9 @@ class Settings:
     prefetch_optimizer_shards: bool = True
     activations: str = "auto"
     activation_placement: str = "auto"
+    vram_budget: str | None = None
+    device_pipeline: str = "auto"
+    gradient_placement: str = "vram"
     pinned_budget: str | None = None
     async_shard_writes: bool = True
     max_pending_shard_writes: int = 4

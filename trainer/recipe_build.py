@@ -40,7 +40,7 @@ _SCALES = ("guard_replay_lr_scales", "guard_replay_grad_norm_scales")
 # A run is resumed from any working directory, so these are stored whole.
 _FOLDERS = ("data_dir", "val_data_dir", "active", "tensorboard")
 # Folders that a run may do without again.
-_SWITCHED_OFF = ("active", "tensorboard")
+_SWITCHED_OFF = ("active", "tensorboard", "vram_budget")
 # What decides the form of shards that exist.
 _FORMS = ("optimizer", "optimizer_state_dtype", "master_weight_dtype")
 # What a flag needs to have any effect: another field, which is off where it is in the second place.
@@ -86,8 +86,6 @@ def check_given(given: Given) -> list[str]:
         raise InputError(f"--run-dir is called --store here: give --store {given['run_dir']}")
     if given.get("json") and not given.get("dry_run"):
         raise InputError("--json goes with --dry-run: the step log of a run is JSON already")
-    if "vram_budget" in given and not given.get("fit"):
-        raise InputError("--vram-budget goes with --fit, which chooses a step for it")
     if "from_ref" in given and "branch" not in given:
         raise InputError("--from goes with --branch: the name of the branch that begins there")
     if given.get("skip_batches", 0) < 0:
@@ -104,11 +102,14 @@ def idle_notes(given: Given, recipe: Recipe, settings: Settings) -> list[str]:
     values = {
         f.name: getattr(record, f.name) for record in (recipe, settings) for f in fields(record)
     }
-    return [
+    notes = [
         f"{flag_of(name)} has no effect without {flag_of(needed)}"
         for name, (needed, off) in _NEEDS.items()
         if name in given and values[needed] == off
     ]
+    if "vram_budget" in given and not given.get("fit") and recipe.device == "cpu":
+        notes.append("--vram-budget has no effect on the CPU without --fit")
+    return notes
 
 
 def new_model(given: Given, end_of_text_id: int | None = None) -> ModelConfig:
@@ -162,6 +163,7 @@ def new_run(
             "seed": given.get("seed", 0),
             "device": device,
             "threads": threads,
+            "compile_blocks": given.get("compile_blocks", device.startswith("cuda")),
         }
     )
     return recipe, Settings(**settings_given(chosen))

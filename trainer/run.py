@@ -92,6 +92,7 @@ class Run:
             plan.inputs.validation_rows, plan.recipe.micro_batch_size, plan.settings
         )
         self._skips = Skips(plan.settings.max_skipped_steps)
+        self._rows_ahead: tuple[int, list[Ids]] | None = None
 
     def is_finished(self) -> bool:
         """Say whether the stop is reached."""
@@ -161,7 +162,7 @@ class Run:
             write_meta(txn, recipe, None)
         elif self.unrecorded.keys() - {"position"}:
             write_meta(txn, recipe, None)
-        micro_batches = self._micro_batches()
+        micro_batches = self._rows_now()
         data_seconds = time.perf_counter() - started
         rate = recipe.schedule.learning_rate(
             self.cursor.tokens_seen + recipe.rows_per_step * recipe.seq_len
@@ -174,6 +175,7 @@ class Run:
             step=step,
             learning_rate=rate,
             loss_scale=scaler.scale if scaler else 1.0,
+            next_rows=self._next_rows,
         )
         metrics = _metrics_of(result) | self._skips.metrics(step, self.cursor.skipped_steps)
         metrics |= {"guarded_step_replay": guarded} if guarded else {}
@@ -237,16 +239,33 @@ class Run:
     def _diagnose(self) -> NonFiniteError | None:
         """Take the gradients of the batch in work again, in fp32, from the last commit."""
         with self.tiers.training.at(commit=self.head.id) as view:
-            return self.engine.find_non_finite(view, self._micro_batches())
+            return self.engine.find_non_finite(view, self._micro_batches(self.cursor.position))
 
-    def _micro_batches(self) -> list[Ids]:
+    def _rows_now(self) -> list[Ids]:
+        """Give the micro-batches of this step: the very list that was read ahead, if one was."""
+        ahead, self._rows_ahead = self._rows_ahead, None
+        if ahead is not None and ahead[0] == self.cursor.position:
+            return ahead[1]
+        return self._micro_batches(self.cursor.position)
+
+    def _next_rows(self) -> list[Ids] | None:
+        """Read the micro-batches of the step after this one; None where there will be none."""
+        stop = self.plan.settings.max_steps
+        is_last = stop is not None and self.head.step + 1 >= stop
+        if is_last or self.request.stop_signal is not None:
+            return None
+        position = self.cursor.position + self.plan.recipe.rows_per_step
+        self._rows_ahead = (position, self._micro_batches(position))
+        return self._rows_ahead[1]
+
+    def _micro_batches(self, position: int) -> list[Ids]:
         recipe = self.plan.recipe
         rows = recipe.micro_batch_size
         return [
             batch_at(
                 self.plan.inputs.rows,
                 seed=recipe.seed,
-                position=self.cursor.position + index * rows,
+                position=position + index * rows,
                 batch_rows=rows,
                 shuffle=recipe.shuffle_train,
                 row_order="sequential" if recipe.row_order == "sequential" else "shuffled",

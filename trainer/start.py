@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ from trainer.device import Device
 from trainer.engine import Engine
 from trainer.found import find_run
 from trainer.opening import Surroundings, opened_tiers
+from trainer.pipeline.choosing import pipeline_settings
 from trainer.plan import Plan, finished_text, make_plan, validates
 from trainer.preflight import BudgetLine, binding, check_vram, preflight, preflight_text
 from trainer.progress import Progress, progress_for
@@ -90,7 +91,11 @@ def engine_for(
     torch.set_num_threads(recipe.threads)
     options = options_of(recipe, settings, activations, placement)
     device = Device.from_name(recipe.device)
-    return Engine(recipe.model, options, device, spill_folder=spill_folder)
+    engine = Engine(recipe.model, options, device, spill_folder=spill_folder)
+    chosen = pipeline_settings(settings, options, device)
+    if chosen is not None:
+        engine.use_pipeline(chosen)
+    return engine
 
 
 @contextmanager
@@ -110,7 +115,7 @@ def opened_run(
         plan.budget.placement,
         spill_folder=str(plan.store / "spare"),
     )
-    with opened_tiers(plan, engine, around) as tiers:
+    with opened_tiers(plan, engine, around) as tiers, closing(engine):
         head = tiers.training.branches()[tiers.branch]
         _say_start(plan, tiers, head, progress)
         with _open_logs(plan, tiers, head) as logs:

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from tests.parity.test_streamed_equals_resident import Comparison, SkippedUpdate, options_of
-from tests.support.tiny_model import TINY, TINY_QWEN, TINY_TIED
+from tests.support.tiny_model import TINY, TINY_QWEN, TINY_TIED, micro_batches
 from trainer.engine import EngineOptions, StepResult
 from trainer.errors import NonFiniteError
 from trainer.model.config import ModelConfig
@@ -53,6 +54,23 @@ class Pipelined(Comparison):
         super().__init__(config, options, accumulation, device)
         chosen = replace(PipelineSettings(sizes=SMALL, poison=True), **settings)
         self.engine.use_pipeline(chosen)
+        self.ahead: list[np.ndarray] | None = None
+
+    def train(self, step: int, rate: float) -> StepResult:
+        """Let the engine begin the step after this one, from what this one staged."""
+        batches = self.ahead if self.ahead is not None else micro_batches(step, self.accumulation)
+        self.ahead = None
+
+        def following() -> list[np.ndarray]:
+            self.ahead = micro_batches(step + 1, self.accumulation)
+            return self.ahead
+
+        txn = self.transaction(step)
+        result = self.engine.train_step(
+            txn, batches, step=step, learning_rate=rate, next_rows=following
+        )
+        txn.commit()
+        return result
 
     def check_counts(self, streamed: StepResult) -> None:
         assert streamed.updated_shards == len(self.engine.stages)

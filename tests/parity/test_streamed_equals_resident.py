@@ -62,14 +62,20 @@ class Comparison:
         assert step >= 1
         return self.store.begin()
 
+    def train(self, step: int, rate: float) -> StepResult:
+        """Make a step in a transaction of its own."""
+        batches = micro_batches(step, self.accumulation)
+        txn = self.transaction(step)
+        streamed = self.engine.train_step(txn, batches, step=step, learning_rate=rate)
+        txn.commit()
+        return streamed
+
     def differences(self) -> list[str]:
         found: list[str] = []
         for step in range(1, STEPS + 1):
             batches = micro_batches(step, self.accumulation)
             rate = learning_rate_of(step)
-            txn = self.transaction(step)
-            streamed = self.engine.train_step(txn, batches, step=step, learning_rate=rate)
-            txn.commit()
+            streamed = self.train(step, rate)
             expected = self.resident.step(batches, rate)
             self.scales.append(streamed.clip_scale)
             found.extend(

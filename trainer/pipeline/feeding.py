@@ -8,14 +8,14 @@ Invariant: a shard is read before the step stages its next version.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from shardb import ShardView
 from trainer.device_lanes import Lane, Lanes, Mark
-from trainer.pipeline.residents import Resident
+from trainer.pipeline.residents import Resident, address_of
 from trainer.pipeline.shapes import StageShape, Tile
 from trainer.pipeline.slots import Ring, Slot
 from trainer.pipeline.staging import HostImages
@@ -26,35 +26,73 @@ class UnknownLayoutError(Exception):
     """A shard lies otherwise than this version would lay it out: the plain step can train it."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagedImage:
+    """Where a step put the next version of a shard."""
+
+    elements: Tensor
+    address: int
+
+
 class BaseImages:
-    """The shards of the commit that a step begins from, each read once."""
+    """The shards of the commit that a step begins from, each read once.
+
+    A step may begin before that commit is made, from what the step before `staged`; once there is
+    a transaction, `settle` says whether those were the images of its base.
+    """
 
     def __init__(
-        self, reader: ShardReader, shapes: dict[str, StageShape], images: HostImages
+        self,
+        shapes: Mapping[str, StageShape],
+        images: HostImages,
+        *,
+        staged: Mapping[str, StagedImage] | None = None,
     ) -> None:
-        self._reader = reader
         self._shapes = shapes
         self._images = images
+        self._staged = dict(staged or {})
         self._views: dict[str, ShardView] = {}
 
+    def settle(self, reader: ShardReader) -> bool:
+        """Read every shard; False where one is not what this was begun from.
+
+        Raises:
+            UnknownLayoutError: a shard lies otherwise than it would be staged.
+        """
+        for name, shape in self._shapes.items():
+            for shard, image in ((f"params/{name}", shape.params), (f"optim/{name}", shape.state)):
+                view = reader.read(shard)
+                if not image.fits(view):
+                    raise UnknownLayoutError(shard)
+                if shard in self._staged and self._staged[shard].address != address_of(view):
+                    return False
+                self._views[shard] = view
+        self._staged.clear()
+        return True
+
+    def forget(self) -> None:
+        """Let go of the base: its images are free for reuse when nobody holds them."""
+        self._views.clear()
+        self._staged.clear()
+
+    def address(self, shard: str) -> int:
+        """Give where a shard of the base lies."""
+        staged = self._staged.get(shard)
+        return address_of(self._views[shard]) if staged is None else staged.address
+
     def view(self, shard: str) -> ShardView:
-        """Give a shard of the base."""
-        view = self._views.get(shard)
-        if view is None:
-            view = self._views[shard] = self._reader.read(shard)
-            kind, _, name = shard.partition("/")
-            shape = self._shapes[name]
-            if not (shape.params if kind == "params" else shape.state).fits(view):
-                raise UnknownLayoutError(shard)
-        return view
+        """Give a shard of the base, which is settled."""
+        return self._views[shard]
 
     def elements(self, shard: str) -> Tensor:
         """Give a shard's elements in host memory."""
+        staged = self._staged.get(shard)
+        if staged is not None:
+            return staged.elements
         kind, _, name = shard.partition("/")
         shape = self._shapes[name]
-        return self._images.elements(
-            self.view(shard), shape.params if kind == "params" else shape.state
-        )
+        image = shape.params if kind == "params" else shape.state
+        return self._images.elements(self._views[shard], image)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

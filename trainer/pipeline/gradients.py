@@ -25,10 +25,6 @@ class GradientBank:
         self._memory: dict[str, Tensor] = {}
         self._kept: dict[str, Mark | None] = {}
 
-    def clear(self) -> None:
-        """Forget what was kept; the memory stays."""
-        self._kept.clear()
-
     def keep(self, name: str, shape: StageShape, slot: Tensor, *, half: bool) -> None:
         """Keep a slot's gradients, which COMPUTE has finished; `is_kept` marks when they are."""
         target = self._memory_of(name, shape, torch.bfloat16 if half else torch.float32)

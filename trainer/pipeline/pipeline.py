@@ -19,6 +19,7 @@ from trainer.options import EngineOptions
 from trainer.pipeline.boundaries import Boundaries, new_boundaries
 from trainer.pipeline.footprint import PipelineSizes
 from trainer.pipeline.gradients import GradientBank
+from trainer.pipeline.graphs import Passes
 from trainer.pipeline.residents import Resident, new_resident, resident_bytes
 from trainer.pipeline.sealing import Sealer
 from trainer.pipeline.shapes import StageShape, stage_shape
@@ -31,6 +32,7 @@ from trainer.step_model import StepModel
 class PipelineSettings:
     """How the pipeline spends memory. None of it changes a bit.
 
+    records_passes: record blocks' passes at the second step and replay them from there on.
     poison: fill slots with NaN when they are given back, to find what uses them too late.
     """
 
@@ -38,6 +40,7 @@ class PipelineSettings:
     activations_on_host: bool = False
     gradients_on_host: bool = False
     vram_budget_bytes: int | None = None
+    records_passes: bool = True
     poison: bool = False
 
 
@@ -51,10 +54,11 @@ class Pipeline:
         self.settings = settings
         self.rule: AdamW = model.optimizer
         self.lanes: Lanes = lanes_of(model.device)
-        self.images = HostImages(self.lanes)
+        self.images = HostImages(self.lanes, model.device.page_locks)
         self.sealer = Sealer(self.lanes, in_background=not model.device.is_host)
         self.shapes = stage_shapes(model, sizes)
         self.residents: dict[str, Resident] = {}
+        self.passes = Passes(self.lanes)
         self.clipped_last = True
         self.steps_done = 0
         device, dtype = model.device.torch_device, model.options.torch_dtype
@@ -93,16 +97,15 @@ class Pipeline:
         return max(self.shapes[s.name].count for s in stages if not s.keeps_master_dtype)
 
     def reset(self) -> None:
-        """Be ready for a step, however the one before ended."""
+        """Be ready for another step after one that did not come to its end.
+
+        Every copy is waited for, so that the store may have its images back.
+        """
+        self.sealer.abandon()
+        self.model.device.wait()
         for ring in (self.params, self.gradients, self.tiles):
             ring.reset()
         self.boundaries.reset()
-        self.bank.clear()
-
-    def settle(self) -> None:
-        """After an error: wait for every copy, so that the store may have its images back."""
-        self.sealer.abandon()
-        self.model.device.wait()
         for resident in self.residents.values():
             resident.step = None
 
@@ -156,5 +159,6 @@ def is_supported(options: EngineOptions) -> bool:
         and options.master_weight_dtype == "fp32"
         and options.dtype in ("bf16", "fp32")
         and options.activations == "recompute"
+        and options.activation_placement in ("vram", "host")
         and not options.timing_sync_cuda
     )

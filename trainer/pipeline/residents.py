@@ -31,9 +31,9 @@ class Resident:
     step: int | None = None
     addresses: tuple[int, int] = (0, 0)
 
-    def holds(self, step: int, params: TensorImage, state: TensorImage) -> bool:
-        """Say whether this is what step `step` staged, and these are the images of it."""
-        return self.step == step and self.addresses == (address_of(params), address_of(state))
+    def holds(self, step: int, addresses: tuple[int, int]) -> bool:
+        """Say whether this is what step `step` staged, and the images of it lie there."""
+        return self.step == step and self.addresses == addresses
 
     def holds_staged(self, step: int, params: TensorImage, state: TensorImage) -> None:
         """Note that it holds what was copied into these staged images."""

@@ -17,14 +17,18 @@ from torch import Tensor
 
 from shardb.views import StagedShard, TensorImage
 from trainer.device_lanes import Lanes
+from trainer.page_locks import PageLocks
 from trainer.pipeline.shapes import ITEM_BYTES, ImageShape
+
+WHAT = "shards of the active store"
 
 
 class HostImages:
     """Gives the fp32 elements of an image as a tensor on the host."""
 
-    def __init__(self, lanes: Lanes) -> None:
+    def __init__(self, lanes: Lanes, page_locks: PageLocks) -> None:
         self._lanes = lanes
+        self._page_locks = page_locks
         self._locked: dict[int, mmap.mmap] = {}
         self._refused = False
         self._known: dict[tuple[int, int, int], Tensor] = {}
@@ -56,17 +60,23 @@ class HostImages:
             return
         address = staged.image.__array_interface__["data"][0]
         if address not in self._locked:
-            # What cannot be locked (a limit on locked memory) is copied the slow way.
-            self._refused = not self._lanes.page_lock(address, len(mapping))
-            if not self._refused:
+            # What cannot be locked is copied the slow way.
+            self._refused = not self._page_locks.take(len(mapping), WHAT)
+            if self._refused:
+                return
+            if self._lanes.page_lock(address, len(mapping)):
                 self._locked[address] = mapping
+            else:
+                self._refused = True
+                self._page_locks.give_back(len(mapping), f"{WHAT}: the driver did not lock it")
 
     def close(self) -> None:
         """Unlock everything; nothing may be copied any more."""
         self._known.clear()
         while self._locked:
-            address, _mapping = self._locked.popitem()
+            address, mapping = self._locked.popitem()
             self._lanes.page_unlock(address)
+            self._page_locks.give_back(len(mapping))
 
 
 def _tensor_at(address: int, count: int) -> Tensor:

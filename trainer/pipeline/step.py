@@ -2,7 +2,10 @@
 
 Owns the order: forward, head, replay, updates, and what clipping does to that order. Knows slots
 and lanes, a transaction, and stages. Computes what `trainer.step.TrainStep` computes, bit for bit;
-where it cannot, `run` says so and leaves nothing staged.
+where it cannot, `finish` says so and leaves nothing staged.
+
+`begin` is the forward pass. It needs no transaction: it may run from what the step before staged,
+while that step is still digested and committed. `finish` does the rest inside a transaction.
 
 Clipping by the model's norm is exact without a second pass over the data. When the step before was
 not clipped, updates are made as gradients come, as if this one were not either; every gradient
@@ -13,11 +16,8 @@ norm.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from trainer.clipping import total_norm
@@ -25,7 +25,8 @@ from trainer.device_lanes import Lane
 from trainer.gradients import PlacedSum
 from trainer.head import head_backward
 from trainer.model.stages import Stage
-from trainer.pipeline.feeding import BaseImages, Brought, Parameters, StateTiles
+from trainer.pipeline.feeding import BaseImages, Brought, Parameters, StagedImage, StateTiles
+from trainer.pipeline.measuring import Measures, Told
 from trainer.pipeline.pipeline import Pipeline
 from trainer.pipeline.slots import Slot
 from trainer.pipeline.updating import TileTensors, Updates
@@ -34,101 +35,118 @@ from trainer.timing import StepClock
 from trainer.tokens import Tokens
 
 
-@dataclass(kw_only=True)
-class _Found:
-    """What a step measures on the device, read once at its end."""
-
-    norms: dict[str, Tensor]
-    loss_sum: Tensor | None = None
-
-
 class PipelineStep:
-    """One step; `run` stages the next version of every shard, or nothing."""
+    """Step `step` on `batches`; `finish` stages the next version of every shard, or nothing.
 
-    def __init__(self, pipeline: Pipeline, txn: ShardTransaction, order: StepOrder) -> None:
-        model = pipeline.model
+    staged: what the step before staged, where this one begins before it is committed.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        step: int,
+        batches: Sequence[Tokens],
+        staged: Mapping[str, StagedImage] | None = None,
+    ) -> None:
+        self.step = step
         self._pipeline = pipeline
-        self._model = model
-        self._txn = txn
-        self._order = order
+        self._model = model = pipeline.model
+        self._batches = batches
         self._lanes = pipeline.lanes
         self._clock = StepClock()
         self._compute = model.compute(self._clock)
-        self._max_norm = model.options.max_grad_norm * order.grad_norm_scale
         self._mode = model.options.grad_clip_mode
-        self._updates_at_once = self._mode != "global" or not pipeline.clipped_last
-        self._scales: dict[str, Tensor] = {}
-        self._found = _Found(norms={})
-        self._base = BaseImages(txn, pipeline.shapes, pipeline.images)
-        self._backward = [stage.name for stage in reversed(model.owners())]
+        self._base = BaseImages(pipeline.shapes, pipeline.images, staged=staged)
+        self._is_ahead = staged is not None
+        self._names = [stage.name for stage in model.owners()]
+        self._backward = list(reversed(self._names))
         self._tied_sum: tuple[Slot, PlacedSum] | None = None
+        self._updates_at_once = True
 
-    def run(self, batches: Sequence[Tokens]) -> StepResult | None:
-        """Do the whole step; None, with nothing staged, when a loss or gradient is not finite."""
-        self._pipeline.reset()
-        try:
-            return self._run(batches)
-        except BaseException:
-            self._pipeline.settle()
-            raise
+    def settle(self, txn: ShardTransaction) -> bool:
+        """Take the transaction's base; False where this step began from another one."""
+        return self._base.settle(txn)
 
-    def _run(self, batches: Sequence[Tokens]) -> StepResult | None:
-        self._begin()
-        with self._clock.measure("forward_kernel_seconds"):
-            hidden = self._forward(batches)
-        with self._clock.measure("head_kernel_seconds"):
-            gradients = self._head(hidden, batches)
-        with self._clock.measure("backward_kernel_seconds"):
-            self._replay(batches, gradients)
-        with self._clock.measure("optimizer_math_seconds"):
-            told = self._read()
-            if not told.is_finite:
-                self._drop()
-                self._pipeline.settle()
-                return None
-            clipped = self._mode == "global" and told.scale < 1.0
-            if clipped and self._updates_at_once:
-                self._drop()
-            if self._mode == "global" and (clipped or not self._updates_at_once):
-                self._update_from_bank()
-            self._pipeline.clipped_last = clipped
-        with self._clock.measure("optimizer_save_stage_seconds"):
-            self._pipeline.sealer.drain()
-        self._end()
-        return self._result(told, batches)
-
-    # The passes
-
-    def _begin(self) -> None:
-        pipeline, order = self._pipeline, self._order
-        for name in self._backward:  # one that lies otherwise is met before anything is staged
-            self._base.view(f"params/{name}")
-            self._base.view(f"optim/{name}")
-        pipeline.step_number.fill_(float(order.step))
+    def begin(self) -> None:
+        """Do the forward pass; ask for it, rather: the device may be at it when this returns."""
+        if self._is_ahead:
+            # What the step before writes out is read again here, and resident stages as it
+            # leaves them.
+            self._lanes.wait(Lane.PARAMS_IN, self._lanes.mark(Lane.OUT))
+            self._lanes.wait(Lane.COMPUTE, self._lanes.mark(Lane.UPDATE))
         self._bring_residents()
         trunk = [stage.name for stage in self._model.trunk]
-        again = list(reversed(trunk))
-        self._params = self._feed([*trunk, self._model.head.name, *again])
-        self._updates = self._open_updates()
+        self._params = self._feed([*trunk, self._model.head.name, *reversed(trunk)])
+        with self._clock.measure("forward_kernel_seconds"):
+            self._hidden = self._forward()
+
+    def finish(self, txn: ShardTransaction, order: StepOrder) -> StepResult | None:
+        """Do the rest of the step, whose base is settled; None when something is not finite.
+
+        Every update is asked for when this returns; what the sealer was given may be on its way.
+        """
+        assert order.step == self.step
+        self._order = order
+        self._measures = Measures(self._model.options.max_grad_norm * order.grad_norm_scale)
+        self._updates_at_once = self._mode != "global" or not self._pipeline.clipped_last
+        self._pipeline.step_number.fill_(float(order.step))
         self._lanes.wait(Lane.UPDATE, self._lanes.mark(Lane.COMPUTE))
+        self._updates = self._open_updates(txn)
+        with self._clock.measure("head_kernel_seconds"):
+            gradients = self._head()
+        with self._clock.measure("backward_kernel_seconds"):
+            self._replay(gradients)
+            told = self._measures.read(self._names, clips_model=self._mode == "global")
+        if not told.is_finite:
+            self._drop(txn)
+            return None
+        with self._clock.measure("optimizer_math_seconds"):
+            self._clip(txn, told)
+        self._count()
+        return self._result(told)
+
+    def staged(self) -> Mapping[str, StagedImage]:
+        """Give where this step put every shard: the next one may begin from there."""
+        return self._updates.staged
+
+    def close(self) -> None:
+        """Let go of the base, so that a commit can use its images again."""
+        self._base.forget()
+        del self._updates  # it knows this step, and the two would wait for garbage collection
+
+    def _clip(self, txn: ShardTransaction, told: Told) -> None:
+        """Make the updates that had to wait, or those again that should have."""
+        if self._mode != "global":
+            return
+        clipped = told.scale < 1.0
+        if clipped and self._updates_at_once:
+            self._drop(txn)
+            self._bring_residents()
+            self._updates = self._open_updates(txn)
+        if clipped or not self._updates_at_once:
+            self._update_from_bank()
+        self._pipeline.clipped_last = clipped
+
+    # The passes
 
     def _bring_residents(self) -> None:
         """Bring resident stages in again where they do not hold the base."""
         for name, resident in self._pipeline.residents.items():
-            params, state = self._base.view(f"params/{name}"), self._base.view(f"optim/{name}")
-            if not resident.holds(self._order.step - 1, params, state):
+            addresses = self._base.address(f"params/{name}"), self._base.address(f"optim/{name}")
+            if not resident.holds(self.step - 1, addresses):
                 resident.step = None
                 self._lanes.wait(Lane.PARAMS_IN, self._lanes.mark(Lane.COMPUTE))
                 with self._lanes.on(Lane.PARAMS_IN, f"resident {name}"):
                     resident.params.copy_(self._base.elements(f"params/{name}"), non_blocking=True)
                     resident.state.copy_(self._base.elements(f"optim/{name}"), non_blocking=True)
-                self._lanes.wait(Lane.COMPUTE, self._lanes.mark(Lane.PARAMS_IN))
+                for lane in (Lane.COMPUTE, Lane.UPDATE):
+                    self._lanes.wait(lane, self._lanes.mark(Lane.PARAMS_IN))
 
     def _feed(self, order: Sequence[str]) -> Parameters:
         pipeline = self._pipeline
         return Parameters(self._lanes, self._base, pipeline.params, pipeline.residents, order)
 
-    def _open_updates(self) -> Updates:
+    def _open_updates(self, txn: ShardTransaction) -> Updates:
         pipeline = self._pipeline
         order = [(name, pipeline.shapes[name]) for name in self._backward]
         return Updates(
@@ -137,31 +155,31 @@ class PipelineStep:
             images=pipeline.images,
             tiles=StateTiles(self._lanes, self._base, pipeline.tiles, pipeline.residents, order),
             sealer=pipeline.sealer,
-            txn=self._txn,
+            txn=txn,
             shapes=pipeline.shapes,
             residents=pipeline.residents,
             apply=self._apply,
-            step=self._order.step,
+            step=self.step,
         )
 
-    def _forward(self, batches: Sequence[Tokens]) -> list[Tensor]:
+    def _forward(self) -> list[Tensor]:
         """Pass every micro-batch through every stage; give the last stage's outputs."""
-        hidden = [batch.ids for batch in batches]
+        passes, hidden = self._pipeline.passes, [batch.ids for batch in self._batches]
         last = len(self._model.trunk) - 1
         for index, stage in enumerate(self._model.trunk):
             brought = self._params.next(stage.name)
-            weights = self._weights(stage, brought)
-            with torch.no_grad(), self._lanes.on(Lane.COMPUTE, f"forward {stage.name}"):
+            with self._lanes.on(Lane.COMPUTE, f"forward {stage.name}"):
+                weights = self._weights(stage, brought)
                 for batch, x in enumerate(hidden):
-                    hidden[batch] = self._compute.run(stage, weights, x)
+                    hidden[batch] = passes.forward(self._compute, stage, weights, x)
                     if index < last:
                         self._pipeline.boundaries.keep(index, batch, hidden[batch])
             self._params.give_back(brought, Lane.COMPUTE)
         return hidden
 
-    def _head(self, hidden: list[Tensor], batches: Sequence[Tokens]) -> list[Tensor]:
+    def _head(self) -> list[Tensor]:
         """Take the loss and its gradients; update the head, unless it shares its weight."""
-        model, head = self._model, self._model.head
+        model, head, batches = self._model, self._model.head, self._batches
         replayed = range(len(model.trunk) - 1, 0, -1)
         self._pipeline.boundaries.begin_replay(
             [(index - 1, batch) for index in replayed for batch in range(len(batches))]
@@ -173,14 +191,14 @@ class PipelineStep:
             found = head_backward(
                 head,
                 self._weights(head, brought),
-                hidden,
+                self._hidden,
                 [batch.labels for batch in batches],
                 valid_tokens=sum(batch.valid_count for batch in batches),
                 chunk_tokens=model.options.lm_head_chunk_tokens,
                 total=total,
             )
-        self._found.loss_sum = found.loss_sum
-        hidden.clear()
+        self._measures.loss_sum = found.loss_sum
+        self._hidden.clear()
         if model.tied:
             self._tied_sum = (slot, total)
             self._params.give_back(brought, Lane.COMPUTE)
@@ -188,42 +206,26 @@ class PipelineStep:
             self._finish(head.name, brought, slot, total)
         return list(found.hidden)
 
-    def _replay(self, batches: Sequence[Tokens], gradients: list[Tensor]) -> None:
+    def _replay(self, gradients: list[Tensor]) -> None:
         """Compute each stage again from what went into it, and go back through it."""
-        boundaries = self._pipeline.boundaries
+        boundaries, passes = self._pipeline.boundaries, self._pipeline.passes
         for index in range(len(self._model.trunk) - 1, -1, -1):
             stage = self._model.trunk[index]
             brought = self._params.next(stage.name)
-            slot, total = self._tied_sum if self._tied_sum and index == 0 else (None, None)
-            if slot is None or total is None:
-                slot, total = self._open_sum(stage.name)
-            leaves = {
-                name: tensor.detach().requires_grad_()
-                for name, tensor in self._weights(stage, brought).items()
-            }
+            slot, total = (
+                self._tied_sum if self._tied_sum and index == 0 else self._open_sum(stage.name)
+            )
             with self._lanes.on(Lane.COMPUTE, f"backward {stage.name}"):
-                for batch in range(len(batches)):
-                    x = batches[batch].ids if index == 0 else boundaries.take(index - 1, batch)
-                    gradients[batch] = self._back(stage, leaves, x, gradients[batch], total)
+                weights = self._weights(stage, brought)
+                for batch, tokens in enumerate(self._batches):
+                    x = tokens.ids if index == 0 else boundaries.take(index - 1, batch)
+                    gradients[batch] = passes.backward(
+                        self._compute, stage, weights, x, gradients[batch], total
+                    )
                     if index > 0:
                         boundaries.done()
+                    del x
             self._finish(stage.name, brought, slot, total)
-
-    def _back(
-        self,
-        stage: Stage,
-        leaves: Mapping[str, Tensor],
-        x: Tensor,
-        gradient: Tensor,
-        total: PlacedSum,
-    ) -> Tensor:
-        leaf = x.detach().requires_grad_(x.is_floating_point())
-        with torch.enable_grad():
-            output = self._compute.run(stage, leaves, leaf)
-        wanted = [*leaves.values(), *([leaf] if leaf.requires_grad else [])]
-        found = torch.autograd.grad(output, wanted, grad_outputs=gradient)
-        total.add(dict(zip(leaves, found, strict=False)))
-        return found[-1] if leaf.requires_grad else gradient
 
     # Parts of the passes
 
@@ -249,8 +251,7 @@ class PipelineStep:
     def _finish(self, name: str, brought: Brought, slot: Slot, total: PlacedSum) -> None:
         """Take a stage's norms, then update it now, or bank its gradients for later."""
         pipeline, shape = self._pipeline, self._pipeline.shapes[name]
-        norms = torch.stack(list(torch._foreach_norm(list(total.gradients.values()), 2.0)))
-        self._found.norms[name] = norms
+        norms = self._measures.take_norms(name, total.gradients)
         if self._mode == "global":
             pipeline.bank.keep(name, shape, slot.buffer, half=total.fits_half)
         if not self._updates_at_once:
@@ -258,18 +259,19 @@ class PipelineStep:
             pipeline.gradients.give_back(slot, pipeline.bank.lane)
             return
         if self._mode == "shard":
-            self._scales[name] = self._scale_of(total_norm([norms]))
-            slot.buffer[: shape.count].mul_(self._scales[name])
+            slot.buffer[: shape.count].mul_(self._measures.scale_of(name, total_norm([norms])))
         self._updates.update(brought, slot.buffer, self._lanes.mark(Lane.COMPUTE))
         self._params.give_back(brought, Lane.OUT)
-        pipeline.gradients.give_back(slot, Lane.UPDATE)
+        pipeline.gradients.give_back(slot, self._after(Lane.UPDATE))
+
+    def _after(self, lane: Lane) -> Lane:
+        """Give the lane that is last to use a gradient slot: the bank's copy out may be later."""
+        host = self._mode == "global" and self._pipeline.bank.lane is Lane.OUT
+        return Lane.OUT if host else lane
 
     def _update_from_bank(self) -> None:
         """Update every stage from the base with gradients that are known and scaled."""
-        pipeline, scale = self._pipeline, self._scales["model"]
-        if self._updates_at_once:
-            self._bring_residents()
-            self._updates = self._open_updates()
+        pipeline, scale = self._pipeline, self._measures.scales["model"]
         self._params = self._feed(self._backward)
         self._updates.tiles.fetch()
         for name in self._backward:
@@ -283,16 +285,15 @@ class PipelineStep:
             self._params.give_back(brought, Lane.OUT)
             pipeline.gradients.give_back(slot, Lane.UPDATE)
 
-    def _drop(self) -> None:
-        """Drop what an update staged that should not have been made."""
+    def _drop(self, txn: ShardTransaction) -> None:
+        """Drop what was staged and should not have been."""
         self._pipeline.sealer.drain()
         self._lanes.arrive(self._lanes.mark(Lane.OUT, for_host=True))
-        if self._updates_at_once:
-            for name in self._backward:
-                for kind in ("params", "optim"):
-                    self._txn.discard(f"{kind}/{name}")
-        for resident in self._pipeline.residents.values():
-            resident.step = None
+        for shard in self._updates.staged:
+            txn.discard(shard)
+        for name, resident in self._pipeline.residents.items():
+            if f"params/{name}" in self._updates.staged:
+                resident.step = None
 
     def _apply(self, tile: TileTensors) -> None:
         self._pipeline.rule.apply(
@@ -304,67 +305,35 @@ class PipelineStep:
             learning_rate=self._order.learning_rate,
         )
 
-    def _scale_of(self, norm: Tensor) -> Tensor:
-        return torch.clamp(self._max_norm / (norm + 1e-6), max=1.0)
-
     # The end
 
-    def _read(self) -> _Told:
-        """Wait for the device's last gradient; read loss, norms and scales in one copy."""
-        names = [stage.name for stage in self._model.owners()]
-        norms = [self._found.norms[name] for name in names]
-        norm = total_norm(norms)
-        if self._mode == "global":
-            self._scales["model"] = self._scale_of(norm)
-        scales = [*self._scales.values()] or [torch.ones_like(norm)]
-        shard_norms = [total_norm([each]) for each in norms]
-        finite = torch.isfinite(torch.cat(norms)).all()
-        loss_sum = self._found.loss_sum
-        assert loss_sum is not None
-        told = torch.stack([finite.double(), loss_sum, norm.double()])
-        told = torch.cat([told, torch.stack(scales).double(), torch.stack(shard_norms).double()])
-        values = told.tolist()
-        scale_values = values[3 : 3 + len(scales)]
-        return _Told(
-            is_finite=bool(values[0]) and math.isfinite(values[1]),
-            loss_sum=values[1],
-            norm=values[2],
-            scale=min(scale_values),
-            shard_norms=dict(zip(names, values[3 + len(scales) :], strict=True)),
-        )
-
-    def _end(self) -> None:
+    def _count(self) -> None:
+        """Count the step; after the first, which compiles, passes may be recorded."""
         pipeline = self._pipeline
         pipeline.steps_done += 1
-        if pipeline.settings.vram_budget_bytes is not None:
-            # The first step compiles; what the second one took at its fullest is what others take.
-            if pipeline.steps_done == 1:
+        if pipeline.steps_done == 1:
+            pipeline.passes.may_record = pipeline.settings.records_passes
+            if pipeline.settings.vram_budget_bytes is not None:
                 self._model.device.forget_peak()
-            elif pipeline.steps_done == 2:
-                pipeline.fill_budget()
+        elif pipeline.steps_done == MEASURED_STEPS:
+            pipeline.fill_budget()
 
-    def _result(self, told: _Told, batches: Sequence[Tokens]) -> StepResult:
-        valid_tokens = sum(batch.valid_count for batch in batches)
+    def _result(self, told: Told) -> StepResult:
+        pipeline = self._pipeline
+        valid_tokens = sum(batch.valid_count for batch in self._batches)
         return StepResult(
             loss=told.loss_sum / valid_tokens,
             grad_norm=told.norm,
             clip_scale=told.scale,
-            tokens=sum(batch.ids.numel() for batch in batches),
+            tokens=sum(batch.ids.numel() for batch in self._batches),
             valid_tokens=valid_tokens,
             updated_shards=len(self._backward),
-            max_active_param_shards=len(self._pipeline.params) + len(self._pipeline.residents),
-            max_active_optimizer_shards=len(self._pipeline.tiles) + len(self._pipeline.residents),
+            max_active_param_shards=len(pipeline.params) + len(pipeline.residents),
+            max_active_optimizer_shards=len(pipeline.tiles) + len(pipeline.residents),
             shard_norms=told.shard_norms,
             timings=dict(self._clock.seconds),
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Told:
-    """What the host learned of a step."""
-
-    is_finite: bool
-    loss_sum: float
-    norm: float
-    scale: float
-    shard_norms: dict[str, float]
+# Compiling, recording and a step as every other is: then the peak says what there is room for.
+MEASURED_STEPS = 3

@@ -8,7 +8,7 @@ store is untouched until the commit, so a step can be dropped or its update be m
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -16,8 +16,8 @@ from torch import Tensor
 from shardb import ShardView, TensorSpec
 from shardb.views import StagedShard
 from trainer.device_lanes import Lane, Lanes, Mark
-from trainer.pipeline.feeding import BaseImages, Brought, StateTiles
-from trainer.pipeline.residents import Resident
+from trainer.pipeline.feeding import BaseImages, Brought, StagedImage, StateTiles
+from trainer.pipeline.residents import Resident, address_of
 from trainer.pipeline.sealing import Sealer
 from trainer.pipeline.shapes import Piece, StageShape, Tile
 from trainer.pipeline.staging import HostImages
@@ -55,6 +55,7 @@ class Updates:
     residents: Mapping[str, Resident]
     apply: Callable[[TileTensors], None]
     step: int
+    staged: dict[str, StagedImage] = field(default_factory=dict)
 
     def update(self, brought: Brought, gradients: Tensor, ready: Mark | None) -> None:
         """Ask for a stage's update behind `ready`; when OUT comes to its end it is staged."""
@@ -65,6 +66,8 @@ class Updates:
             self.images.elements(staged[0], shape.params),
             self.images.elements(staged[1], shape.state),
         )
+        for each, elements in zip(staged, targets, strict=True):
+            self.staged[each.name] = StagedImage(elements=elements, address=address_of(each))
         self.lanes.wait(Lane.UPDATE, ready)
         for tile in shape.tiles:
             slot = None if resident else self.tiles.next(tile)
