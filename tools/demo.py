@@ -1,4 +1,4 @@
-"""`make demo`: train real text through the store, kill it, go on, snapshot it, read it back.
+"""`make demo`: train real text through the store, kill it, go on, snapshot, export, read it back.
 
 Reads from top to bottom like the story it tells. Owns the order of the commands; each is run as a
 user would type it, and shown. Safe to interrupt at any point: the next `make demo` goes on from
@@ -78,16 +78,18 @@ def _demo(folder: Folder, text: str, *, quick: bool) -> None:
     plan = _plan_steps(folder, plan)
     plan = _train_and_kill(folder, plan)
     steps = _train_to_the_end(folder, plan)
-    _heading("5 of 6  Pin the last step, then check every byte of the store")
+    _heading("5 of 7  Pin the last step, then check every byte of the store")
     _run("shardb", "snapshot", str(folder.run), f"step-{plan.steps}")
     _run("shardb", "fsck", str(folder.run))
-    _heading("6 of 6  Write on from the snapshot")
+    _heading("6 of 7  Export it, so that other programs load it")
+    _export(folder, plan)
+    _heading("7 of 7  Write on from the snapshot")
     _generate(folder, plan)
     _tell(folder, plan, steps, time.monotonic() - started)
 
 
 def _prepare(folder: Folder, plan: Plan) -> None:
-    _heading("1 of 6  Text to token ids")
+    _heading("1 of 7  Text to token ids")
     if (folder.data / "manifest.json").exists():
         print(f"   {folder.data}/ is there")
         return
@@ -107,7 +109,7 @@ def _plan_steps(folder: Folder, plan: Plan) -> Plan:
         return plan
     seconds = 0.0
     if plan.size.steps is None:
-        _heading("2 of 6  Measure this machine")
+        _heading("2 of 7  Measure this machine")
         speed = Folder(root=folder.root / "speed")
         _run(*_train_command(speed.root, folder, plan, SPEED_STEPS, validate_every=0), quiet=True)
         measured = [line["seconds"] for line in read_steps(_step_log(speed.root))]
@@ -123,7 +125,7 @@ def _train_and_kill(folder: Folder, plan: Plan) -> Plan:
         return plan
     assert plan.steps is not None
     assert plan.kill_step is not None
-    _heading(f"3 of 6  Train, and kill it with SIGKILL after step {plan.kill_step}")
+    _heading(f"3 of 7  Train, and kill it with SIGKILL after step {plan.kill_step}")
     every = max(1, plan.steps // VALIDATIONS)
     command = _train_command(folder.run, folder, plan, plan.steps, validate_every=every)
     seen = watch(_shown(*command), _step_log(folder.run), _log(folder), kill_step=plan.kill_step)
@@ -141,7 +143,7 @@ def _train_and_kill(folder: Folder, plan: Plan) -> Plan:
 
 
 def _train_to_the_end(folder: Folder, plan: Plan) -> list[Mapping[str, Any]]:
-    _heading("4 of 6  Go on: the recipe is in the store")
+    _heading("4 of 7  Go on: the recipe is in the store")
     command = _shown("train", "--store", str(folder.run))
     seen = watch(command, _step_log(folder.run), _log(folder), kill_step=None)
     if seen.exit_code != 0:
@@ -153,6 +155,16 @@ def _train_to_the_end(folder: Folder, plan: Plan) -> list[Mapping[str, Any]]:
         raise DemoError("the step log has a gap or a step twice: please report this", 1)
     print(f"   steps 1 to {numbers[-1]}: each is there once")
     return steps
+
+
+def _export(folder: Folder, plan: Plan) -> None:
+    """Write a package; a text too short for the whole vocabulary leaves ids that stand for none."""
+    known = json.loads((folder.data / "manifest.json").read_text())["vocab_size"]
+    padded = ["--allow-padded-vocabulary"] if known < plan.size.vocab_size else []
+    _run(
+        *("export-hf", str(folder.run), "--ref", f"step-{plan.steps}"),
+        *("--out", str(folder.package), "--overwrite", *padded),
+    )
 
 
 def _generate(folder: Folder, plan: Plan) -> None:
@@ -180,6 +192,7 @@ def _tell(folder: Folder, plan: Plan, steps: list[Mapping[str, Any]], seconds: f
         f"Each of its {numbers[-1]} steps was one atomic commit: all weights, all optimizer state.",
         f"SIGKILL hit it after step {plan.killed_step}; it went on, no step lost or done twice.",
         f"Step {numbers[-1]} is pinned as a snapshot; fsck read every byte and found no fault.",
+        f"{folder.package}/ is the same model for other programs: a fresh process proved it.",
         f"Next: . {activate}, then: {more}; or: make demo-clean.",
     ):
         print(f" - {line}")

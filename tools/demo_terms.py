@@ -14,7 +14,10 @@ from pathlib import Path
 
 MARKER = "DEMO.json"
 # Everything the demo puts into its folder. Nothing else is ever deleted.
-MADE = (MARKER, "DEMO.partial", "text.txt", "text.partial", "data", "run", "speed", "train.log")
+MADE = (
+    *(MARKER, "DEMO.partial", "text.txt", "text.partial", "data", "run", "speed", "train.log"),
+    "package",
+)
 
 
 class DemoError(Exception):
@@ -106,6 +109,10 @@ class Folder:
     @property
     def run(self) -> Path:
         return self.root / "run"
+
+    @property
+    def package(self) -> Path:
+        return self.root / "package"
 
     def read_plan(self) -> Plan:
         """Read the marker; raises DemoError when this is not the demo's folder."""

@@ -42,7 +42,9 @@ def test_does_the_demo_tell_its_story(repository: Path, text: Path, tmp_path: Pa
     assert answer.returncode == 0, answer.stdout + answer.stderr
     assert "SIGKILL sent inside step" in answer.stdout
     assert "steps 1 to 80: each is there once" in answer.stdout
-    closing = answer.stdout.rstrip().splitlines()[-5:]
+    assert "against the store's own stages: bit-equal." in answer.stdout
+    assert (folder / "package" / "model.safetensors").is_file()
+    closing = answer.stdout.rstrip().splitlines()[-6:]
     assert all(line.startswith(" - ") for line in closing)
     assert json.loads((folder / "DEMO.json").read_text())["killed_step"] >= 43
 
