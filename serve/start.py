@@ -34,6 +34,8 @@ UNITS = {
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
+# Less holds the keys and values of no request worth the name.
+KV_CACHE_BYTES_MIN = 1 << 20
 Say = Callable[[str], None]
 
 
@@ -162,13 +164,18 @@ def limits_of(options: StartOptions) -> Limits:
 def scheduler_options_of(options: StartOptions) -> SchedulerOptions:
     """Give what the scheduler may use."""
     resident = options.max_resident_bytes
+    kv_cache_bytes = size_in_bytes(options.kv_cache_bytes, "--kv-cache-bytes")
+    if kv_cache_bytes < KV_CACHE_BYTES_MIN:
+        raise InputError(
+            f"--kv-cache-bytes is {options.kv_cache_bytes}: give {KV_CACHE_BYTES_MIN:,} or more"
+        )
     return SchedulerOptions(
         device=options.device,
         dtype=options.dtype,
         max_resident_bytes=(
             None if resident == "all" else size_in_bytes(resident, "--max-resident-bytes")
         ),
-        kv_cache_bytes=size_in_bytes(options.kv_cache_bytes, "--kv-cache-bytes"),
+        kv_cache_bytes=kv_cache_bytes,
         prefill_chunk=options.prefill_chunk,
         max_requests_per_sweep=options.max_running,
         preload=options.preload,
@@ -243,6 +250,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen()  # whoever is told of the address may come at once, and waits
     except OSError as error:
         raise InputError(
             f"cannot listen on {host} port {port}: {error.strerror or error}: give another --host"
