@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -16,58 +15,24 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 
-import shardb
-from serve.scheduler import Scheduler, SchedulerOptions
-from tests.support.byte_model import (
-    BEGIN_ID,
-    END_ID,
-    VOCAB_SIZE,
-    WINDOW,
-    byte_tokenizer,
-    ids_of,
-)
-from tests.support.byte_server import running_server, service_of
+from tests.support.byte_model import BEGIN_ID, END_ID, ids_of
 from tests.support.http_client import HttpClient
-from tests.support.scripted_store import followers_of, write_scripted_store
+from tests.support.spoken_server import API_KEY, SAID, spoken_server, write_spoken_store
 
-SAID = "uó猫y😀z!"
 EVENT_KEYS = {"id", "object", "created", "model", "system_fingerprint", "choices"}
 USER_ENDS_WITH_Q: Any = [{"role": "user", "content": "say Q"}]
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Steps 1 and 2 say the same; after `:`, where a chat goes on, both begin with the text."""
-    root = tmp_path_factory.mktemp("openai") / "run"
-    spoken = followers_of(ids_of("Q" + SAID), [*ids_of(":"), *ids_of("u")])
-    for step, followers in ((1, spoken), (2, spoken)):
-        write_scripted_store(
-            root,
-            followers,
-            vocab_size=VOCAB_SIZE,
-            window=WINDOW,
-            eos_token_id=END_ID,
-            tokenizer=byte_tokenizer(),
-            step=step,
-        )
-        with shardb.open(root) as opened:
-            opened.create_snapshot(f"step-{step}")
-    return root
-
-
-@pytest.fixture(scope="module")
-def server(store: Path) -> Iterator[HttpClient]:
-    scheduler = Scheduler(SchedulerOptions(kv_cache_bytes=1 << 22))
-    service = service_of([("primary", store)], scheduler, api_keys=["key"])
-    with running_server(service) as (_, port):
-        yield HttpClient(port=port)
-    scheduler.close(drain=False)
-    service.catalogue.close()
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpClient]:
+    store = write_spoken_store(tmp_path_factory.mktemp("openai") / "run")
+    with spoken_server(store) as opened:
+        yield opened
 
 
 @pytest.fixture
 def client(server: HttpClient) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="key", max_retries=0) as opened:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=API_KEY, max_retries=0) as opened:
         yield opened
 
 
@@ -223,7 +188,7 @@ def test_errors(server: HttpClient, client: openai.OpenAI) -> None:
 
 def test_async_client_and_a_stream_left_early(server: HttpClient) -> None:
     async def work() -> tuple[str, list[str]]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="key") as client:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=API_KEY) as client:
             stream = await client.completions.create(
                 model="primary", prompt="Q", max_tokens=200, stream=True, temperature=0
             )
