@@ -106,18 +106,23 @@ def by_llama_cpp(path: Path, ids_T: Tensor, plan: Mapping[str, Any]) -> Outcome:
     )
     model.eval(ids_T.tolist())
     logits_TV = torch.from_numpy(model.scores[: len(ids_T)].copy())
-    plain = Tokenizer.from_str(plan["tokenizer"])
-    # What stands in a text as a control token is text here and a token there.
-    texts = [text for text in SAMPLES if "<|endoftext|>" not in text]
-    faults = [
-        f"the file's tokenizer gives other ids for {text!r} than tokenizer.json"
-        for text in texts
-        if model.tokenize(text.encode(), add_bos=False, special=False)
-        != plain.encode(text, add_special_tokens=False).ids
-    ]
+    faults = []
+    if plan["tokenizer"] is not None:
+        faults = _other_ids(model, Tokenizer.from_str(plan["tokenizer"]))
     return Outcome(
         logits_TV=logits_TV, versions={"llama_cpp": llama_cpp.__version__}, faults=faults
     )
+
+
+def _other_ids(model: Any, plain: Tokenizer) -> list[str]:
+    # What stands in a text as a control token is text to one of them and a token to the other.
+    return [
+        f"the file's tokenizer gives other ids for {text!r} than tokenizer.json"
+        for text in SAMPLES
+        if "<|endoftext|>" not in text
+        and model.tokenize(text.encode(), add_bos=False, special=False)
+        != plain.encode(text, add_special_tokens=False).ids
+    ]
 
 
 def _disagreements(folder: Path, model: Any) -> list[str]:

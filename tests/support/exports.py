@@ -104,6 +104,18 @@ def rewrite_tensors(path: Path, change: Callable[[str, Tensor], Tensor]) -> None
     save_file(tensors, path, metadata={"format": "pt"})
 
 
+def interleaved_rotary(head_dim: int) -> Callable[[str, Tensor], Tensor]:
+    """Give what lays rotary pairs out the other way in every block, as a wrong converter does."""
+
+    def change(name: str, values: Tensor) -> Tensor:
+        if "q_proj" not in name and "k_proj" not in name:
+            return values
+        heads = values.view(-1, 2, head_dim // 2, values[0].numel())
+        return heads.transpose(1, 2).reshape(values.shape)
+
+    return change
+
+
 def params_of(store: Path, ref: str | None = None) -> Mapping[str, Mapping[str, Tensor]]:
     """Give copies of the stored parameters as params[shard][name]."""
     with shardb.open(store) as opened, opened.at(ref=ref) as view:

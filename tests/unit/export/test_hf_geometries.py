@@ -14,7 +14,13 @@ import torch
 from export.hf_export import ExportReport, export_package
 from export.hf_plan import ExportRequest
 from export.verify import Loaded, VerificationError
-from tests.support.exports import byte_tokenizer, load_here, make_store, rewrite_tensors
+from tests.support.exports import (
+    byte_tokenizer,
+    interleaved_rotary,
+    load_here,
+    make_store,
+    rewrite_tensors,
+)
 from tests.support.tiny_model import TINY
 from trainer.model.config import ModelConfig
 
@@ -75,19 +81,11 @@ def test_is_it_qwen2_without_a_tokenizer(tmp_path: Path) -> None:
     assert config["architectures"] == ["Qwen2ForCausalLM"]
 
 
-def interleaved(name: str, values: torch.Tensor) -> torch.Tensor:
-    """Lay the rotary pairs of queries and keys out the other way, in every block alike."""
-    if "q_proj" not in name and "k_proj" not in name:
-        return values
-    heads = values.view(-1, 2, BASE.head_dim // 2, values[0].numel())
-    return heads.transpose(1, 2).reshape(values.shape)
-
-
 def one_bias_changed(name: str, values: torch.Tensor) -> torch.Tensor:
     return values + 0.1 * (name == "model.layers.2.self_attn.o_proj.bias")
 
 
-@pytest.mark.parametrize("change", [interleaved, one_bias_changed])
+@pytest.mark.parametrize("change", [interleaved_rotary(BASE.head_dim), one_bias_changed])
 def test_control_another_model_is_noticed_and_not_published(
     change: Callable[[str, torch.Tensor], torch.Tensor], tokenizer: bytes, tmp_path: Path
 ) -> None:
