@@ -1,8 +1,8 @@
 """What a run will need, before anything is allocated: store, memory, and bytes written a step.
 
-Owns the arithmetic and the comparison with the machine. Sizes of shards are exact, memory is an
-estimate on the high side. Knows nothing of a run's progress. Each budget is checked by itself and
-the message names it.
+Owns the arithmetic and the comparison with the machine. Sizes of shards and of a step's tensors are
+exact, what is around them is an estimate on the high side. Knows nothing of a run's progress. Each
+budget is checked by itself and the message names it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ from shardb.errors import StorageFullError
 from shardb.filesystem import RealFileSystem
 from shardb.layout import build
 from trainer.errors import InputError
+from trainer.host_memory import machine_memory
+from trainer.host_walk import predicted_host_bytes
 from trainer.model.config import ModelConfig
 from trainer.model.stages import build_stages, parameter_count
 from trainer.optimizers.bf16_masters import stored_specs
 from trainer.options import EngineOptions
 from trainer.recipe import Recipe, Settings
+from trainer.recipe_options import options_of
+from trainer.vram import StepShape
 
 # Two retained commits and the one in work.
 COPIES = 3
@@ -29,7 +33,10 @@ COPIES = 3
 STORE_OVERHEAD_BYTES = 32 << 20
 # Python, torch and their libraries, measured at the first step of a tiny model.
 RUNTIME_BYTES = 400 << 20
-_THERE = ("boundary activations", "activations inside blocks", "one chunk's logits")
+# Between tensors the C library's heap has holes: a process took up to 3.4 times what its tensors
+# took over the grid of `tools/bench/host_grid.py`, and this is what is above them.
+HEAP_HOLES = 2.5
+TENSORS, HOLES = "a step's tensors", "holes in the heap between them"
 # The store keeps up to so many bytes of what it wrote last in memory.
 CACHE_BYTES = 1 << 30
 
@@ -185,17 +192,6 @@ def check_memory(budget: Budget) -> str | None:
     return None
 
 
-def machine_memory() -> tuple[int, int]:
-    """Give total and available bytes of memory, within the limit of the control group."""
-    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    available_bytes = _available_bytes(total_bytes)
-    limit_bytes = _number_in(Path("/sys/fs/cgroup/memory.max"))
-    if limit_bytes is not None and limit_bytes < total_bytes:
-        total_bytes = limit_bytes
-        available_bytes = min(available_bytes, limit_bytes)
-    return total_bytes, available_bytes
-
-
 def in_bytes(count: int) -> str:
     """Give a size for people: `1.50 GB`, in powers of ten as disks are sold."""
     size = float(count)
@@ -217,47 +213,44 @@ def _activations(recipe: Recipe, settings: Settings) -> str:
     return "keep" if fits else "recompute"
 
 
+def step_shape(
+    recipe: Recipe, settings: Settings, activations: str, placement: str = "vram"
+) -> StepShape:
+    """Give what decides the memory of a recipe's step."""
+    return StepShape(
+        model=recipe.model,
+        options=options_of(recipe, settings, activations, placement),
+        micro_batch_size=recipe.micro_batch_size,
+        accumulation=recipe.gradient_accumulation_steps,
+        seq_len=recipe.seq_len,
+    )
+
+
+def step_memory(shape: StepShape) -> dict[str, int]:
+    """Give what a step on a CPU takes: its tensors to the byte, and room for the heap's holes."""
+    tensors = predicted_host_bytes(shape)
+    return {TENSORS: tensors, HOLES: int(HEAP_HOLES * tensors)}
+
+
 def _memory(recipe: Recipe, settings: Settings, activations: str) -> dict[str, int]:
-    """Estimate the parts; each is what a step holds at its fullest moment, or a little more."""
-    model, sizes = recipe.model, shard_bytes(recipe.model, forms_of(recipe))
+    """Give the parts; each is what a step holds at its fullest moment, or a little more."""
+    sizes = shard_bytes(recipe.model, forms_of(recipe))
     commit_bytes = sum(sizes.values())
-    item = 4 if recipe.dtype == "fp32" else 2
-    tokens = recipe.micro_batch_size * recipe.seq_len
     stages = [name.removeprefix("params/") for name in sizes if name.startswith("params/")]
     largest = max(sizes[f"params/{name}"] + sizes[f"optim/{name}"] for name in stages)
-    gradients = [build(stage.specs).size_bytes for stage in build_stages(model)]
     ahead = 0 if settings.prefetch_shards == "off" else settings.prefetch_window
-    inside_block = 10 * model.hidden_size + 6 * model.intermediate_size
-    scores = 2 * recipe.micro_batch_size * model.num_heads * recipe.seq_len**2
-    chunk = min(recipe.lm_head_chunk_tokens, tokens)
-    block = item * (2 * tokens * inside_block + scores)
-    kept = model.num_layers * recipe.gradient_accumulation_steps * block
     parts = {
         "the runtime": RUNTIME_BYTES,
         "one stage's shards, old and new": 2 * largest,
         "shards read ahead": min(ahead * max(sizes.values()), commit_bytes),
         "the next commit's shards": commit_bytes,
         "the last commit's shards": min(commit_bytes, CACHE_BYTES),
-        "gradients": sum(gradients) if recipe.grad_clip_mode == "global" else max(gradients),
-        **_decoding(recipe, max(gradients)),
-        "boundary activations": (model.num_layers + 3)
-        * recipe.rows_per_step
-        * recipe.seq_len
-        * model.hidden_size
-        * item,
-        "activations inside blocks": block + (kept if activations == "keep" else 0),
-        "one chunk's logits": 3 * 4 * chunk * model.vocab_size,
     }
-    # Of a step on another device these are there, see `vram`.
-    return parts if recipe.device == "cpu" else {k: v for k, v in parts.items() if k not in _THERE}
-
-
-def _decoding(recipe: Recipe, largest: int) -> dict[str, int]:
-    """What an update holds in fp32 of a tensor that is stored otherwise, and of its rounding."""
-    moments = {"fp32": 0, "bf16": 2, "int8": 6}[recipe.optimizer_state_dtype]
-    weights = 0 if recipe.master_weight_dtype == "fp32" else 1
-    copies = moments + weights
-    return {"decoding for the update": copies * largest} if copies else {}
+    if recipe.device == "cpu":
+        return parts | step_memory(step_shape(recipe, settings, activations))
+    gradients = [build(stage.specs).size_bytes for stage in build_stages(recipe.model)]
+    waiting = sum(gradients) if recipe.grad_clip_mode == "global" else max(gradients)
+    return parts | {"gradients": waiting}
 
 
 def _existing_parent(path: Path) -> Path:
@@ -286,19 +279,3 @@ def _held_bytes(store: Path) -> int:
             with suppress(FileNotFoundError):
                 held_bytes += entry.stat().st_size
     return held_bytes
-
-
-def _available_bytes(total_bytes: int) -> int:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return total_bytes
-    values = dict(line.split(":", 1) for line in lines)
-    return int(values["MemAvailable"].split()[0]) * 1024
-
-
-def _number_in(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None

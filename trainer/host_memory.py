@@ -1,7 +1,7 @@
 """How this process keeps its memory between steps, and how much it has.
 
-Owns one setting of the C library and one number of the kernel. Knows nothing of what
-the memory is for.
+Owns one setting of the C library and the kernel's numbers. Knows nothing of what the memory is
+for.
 """
 
 from __future__ import annotations
@@ -42,3 +42,30 @@ def resident_bytes() -> int | None:
     except (OSError, ValueError, IndexError):
         return None
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def machine_memory() -> tuple[int, int]:
+    """Give total and available bytes of memory, within the limit of the control group."""
+    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    available_bytes = _available_bytes(total_bytes)
+    limit_bytes = _number_in(Path("/sys/fs/cgroup/memory.max"))
+    if limit_bytes is not None and limit_bytes < total_bytes:
+        total_bytes = limit_bytes
+        available_bytes = min(available_bytes, limit_bytes)
+    return total_bytes, available_bytes
+
+
+def _available_bytes(total_bytes: int) -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return total_bytes
+    values = dict(line.split(":", 1) for line in lines)
+    return int(values["MemAvailable"].split()[0]) * 1024
+
+
+def _number_in(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None

@@ -10,12 +10,19 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.budget import Budget, in_bytes, is_ram_disk, machine_memory, room_bytes
+from trainer.budget import (
+    Budget,
+    in_bytes,
+    is_ram_disk,
+    room_bytes,
+    step_memory,
+    step_shape,
+)
 from trainer.device import Device
+from trainer.host_memory import machine_memory
 from trainer.placement_places import boundary_bytes
 from trainer.recipe import Recipe, Settings
-from trainer.recipe_options import options_of
-from trainer.vram import StepShape, predicted_bytes
+from trainer.vram import predicted_bytes
 
 BOUNDARIES = "boundary activations"
 
@@ -25,9 +32,10 @@ def placed(budget: Budget, recipe: Recipe, settings: Settings, store: Path) -> B
     size = run_boundary_bytes(recipe)
     place, why = _place(budget, recipe, settings, store, size)
     memory = dict(budget.memory)
-    memory.pop(BOUNDARIES, None)
-    if place == "host" or (place == "vram" and recipe.device == "cpu"):
+    if place == "host":
         memory[BOUNDARIES] = size
+    elif place == "spill" and recipe.device == "cpu":
+        memory |= step_memory(step_shape(recipe, settings, budget.activations, place))
     return replace(
         budget,
         memory=memory,
@@ -58,11 +66,12 @@ def _place(
         return "vram", "all activations are kept"
     if not device.is_host:
         free = (device.memory_bytes() or (0, 0))[0]
-        needed = predicted_bytes(_shape(recipe, settings))
+        needed = predicted_bytes(step_shape(recipe, settings, "recompute"))
         if needed <= free:
             return "vram", f"the step needs {in_bytes(needed)} of the {in_bytes(free)} free there"
     available = machine_memory()[1]
-    needed = size + sum(held for part, held in budget.memory.items() if part != BOUNDARIES)
+    # On a CPU the walk through the step has counted them already.
+    needed = budget.memory_bytes + (0 if device.is_host else size)
     if needed <= available:
         why = f"training needs {in_bytes(needed)} of the {in_bytes(available)} free there"
         return _where_computed(device, "host"), why
@@ -78,13 +87,3 @@ def _place(
 
 def _where_computed(device: Device, wanted: str) -> str:
     return "vram" if device.is_host and wanted == "host" else wanted
-
-
-def _shape(recipe: Recipe, settings: Settings) -> StepShape:
-    return StepShape(
-        model=recipe.model,
-        options=options_of(recipe, settings),
-        micro_batch_size=recipe.micro_batch_size,
-        accumulation=recipe.gradient_accumulation_steps,
-        seq_len=recipe.seq_len,
-    )

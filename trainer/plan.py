@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.budget import Budget, budget_of
+from trainer.budget import Budget, budget_of, step_shape
 from trainer.device import Device
 from trainer.errors import InputError
 from trainer.fit import fit
@@ -19,7 +19,6 @@ from trainer.found import Found
 from trainer.inputs import Inputs, end_of_text_id, open_inputs, tokenizer_notes
 from trainer.placement_choice import placed
 from trainer.prefetch import prefetch_of
-from trainer.preflight import shape_of
 from trainer.recipe import Recipe, Settings
 from trainer.recipe_build import (
     Changes,
@@ -180,7 +179,8 @@ def _fitted(plan: Plan, given: Given) -> Plan:
         budget_bytes = memory[0]
     else:
         raise InputError("--fit: the run computes on the CPU: give --vram-budget, or --device cuda")
-    shape = shape_of(plan.recipe, plan.settings, plan.budget)
+    budget = plan.budget
+    shape = step_shape(plan.recipe, plan.settings, budget.activations, budget.placement)
     chosen = fit(shape, budget_bytes, plan.settings.activation_placement)
     recipe = replace(
         plan.recipe,

@@ -12,12 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.budget import Budget, forms_of, in_bytes, is_ram_disk, machine_memory, room_bytes
+from trainer.budget import (
+    TENSORS,
+    Budget,
+    forms_of,
+    in_bytes,
+    is_ram_disk,
+    room_bytes,
+    step_shape,
+)
 from trainer.ceiling import DEVICE_COPY_BYTES, measure, step_flops
 from trainer.device import Device
 from trainer.errors import InputError
+from trainer.host_memory import machine_memory
 from trainer.recipe import Recipe, Settings
-from trainer.recipe_options import options_of, pinned_budget_bytes
+from trainer.recipe_options import pinned_budget_bytes
 from trainer.report import published_steps
 from trainer.vram import StepShape, predicted_phases
 
@@ -57,17 +66,6 @@ class BudgetLine:
         }
 
 
-def shape_of(recipe: Recipe, settings: Settings, budget: Budget) -> StepShape:
-    """Give what decides a step's device memory."""
-    return StepShape(
-        model=recipe.model,
-        options=options_of(recipe, settings, budget.activations, budget.placement),
-        micro_batch_size=recipe.micro_batch_size,
-        accumulation=recipe.gradient_accumulation_steps,
-        seq_len=recipe.seq_len,
-    )
-
-
 def preflight(
     recipe: Recipe,
     settings: Settings,
@@ -83,7 +81,7 @@ def preflight(
     measure this machine.
     """
     device = Device.from_name(recipe.device)
-    shape = shape_of(recipe, settings, budget)
+    shape = step_shape(recipe, settings, budget.activations, budget.placement)
     lines = [
         _vram(device, shape),
         _boundaries(budget, device),
@@ -138,6 +136,8 @@ def _host_memory(budget: Budget) -> BudgetLine:
         f"about {in_bytes(budget.memory_bytes)} of {in_bytes(total)};"
         f" {in_bytes(available)} are free"
     )
+    if TENSORS in budget.memory:
+        text += f"; the step's tensors take {in_bytes(budget.memory[TENSORS])}"
     remedy = "lower --micro-batch-size, --gradient-accumulation-steps or --lm-head-chunk-tokens"
     return _line("host memory", budget.memory_bytes, total, text, remedy)
 

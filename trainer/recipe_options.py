@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from trainer.budget import machine_memory
 from trainer.errors import InputError
+from trainer.host_memory import machine_memory
 from trainer.options import EngineOptions
 from trainer.recipe import Recipe, Settings, flag_of
 from trainer.sizes import size_of
