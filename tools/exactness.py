@@ -8,7 +8,7 @@ resident training; kills some of them and goes on; and breaks some on purpose, w
     python -m tools.exactness --sample     few cells, in which every pair of values occurs
     python -m tools.exactness --device cuda --jobs 14 --out exactness.json
 
-An interrupt removes what was written.
+An interrupt lets the runs in work end, tells what was found, and removes what was written.
 
 Exit codes: 0 no difference and every control was noticed; 1 a difference, a control that was
 not noticed, or not everything was run; 2 usage; 130 interrupted.
@@ -23,6 +23,7 @@ import os
 import platform
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -57,6 +58,7 @@ class Progress:
 
     def __init__(self, limit_seconds: float) -> None:
         self.not_run = 0
+        self.is_interrupted = False
         self._began = time.monotonic()
         self._limit_seconds = limit_seconds
         self._told = 0.0
@@ -68,7 +70,7 @@ class Progress:
 
     def is_over(self) -> bool:
         """Say whether nothing more may begin."""
-        return self.seconds > self._limit_seconds
+        return self.is_interrupted or self.seconds > self._limit_seconds
 
     def tell(self, what: str, done: int, total: int, began: float, wrong: int) -> None:
         """Print when it is time, and at the end."""
@@ -92,12 +94,10 @@ def main() -> int:
     scratch = Path(tempfile.mkdtemp(prefix="exactness-", dir=arguments.scratch))
     ram = RAM_DISK if os.access(RAM_DISK, os.W_OK) else None
     memory = Path(tempfile.mkdtemp(prefix="exactness-", dir=ram))
+    progress = Progress(arguments.limit_seconds)
     try:
         places = Places(disk=scratch, memory=memory, data=write_data(scratch / "data"))
-        findings = examine(arguments, places)
-    except KeyboardInterrupt:
-        print("exactness: interrupted", file=sys.stderr)
-        return 130
+        findings = examine(arguments, places, progress)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
         shutil.rmtree(memory, ignore_errors=True)
@@ -105,17 +105,24 @@ def main() -> int:
     if arguments.out:
         document = {"machine": _machine(arguments), **findings.to_json()}
         Path(arguments.out).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    if progress.is_interrupted:
+        return 130
     return 0 if findings.hold() else 1
 
 
-def examine(arguments: argparse.Namespace, places: Places) -> Findings:
+def examine(arguments: argparse.Namespace, places: Places, progress: Progress) -> Findings:
     """Do everything that was asked for, in as many processes as were."""
     cells = covering_sample(arguments.seed) if arguments.sample else all_cells()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tools.exactness_findings"])
     random.Random(arguments.seed).shuffle(cells)
-    progress = Progress(arguments.limit_seconds)
-    with ProcessPoolExecutor(arguments.jobs, mp_context=context) as pool:
+    pool_of = ProcessPoolExecutor(
+        arguments.jobs,
+        mp_context=context,
+        initializer=signal.signal,
+        initargs=(signal.SIGINT, signal.SIG_IGN),
+    )
+    with pool_of as pool:
         found, broken = _train_cells(pool, cells, places, arguments.device, progress)
     by_cell = {each.cell: each for each in found}
     count = min(arguments.kills, KILLS_IN_SAMPLE) if arguments.sample else arguments.kills
@@ -176,13 +183,17 @@ def _gathered(what: str, futures: Iterable[Future[Any]], progress: Progress) -> 
     began, waiting = time.monotonic(), set(asked)
     wrong = 0
     while waiting:
-        done, waiting = wait_for(waiting, timeout=1.0, return_when="FIRST_COMPLETED")
+        try:
+            done, waiting = wait_for(waiting, timeout=1.0, return_when="FIRST_COMPLETED")
+        except KeyboardInterrupt:
+            progress.is_interrupted, done = True, set()
         wrong += sum(getattr(each.result(), "is_wrong", False) for each in done)
         progress.tell(what, len(asked) - len(waiting), len(asked), began, wrong)
         if progress.is_over():
-            waiting -= {each for each in waiting if each.cancel()}
-    progress.not_run += sum(each.cancelled() for each in asked)
-    return [each.result() for each in asked if not each.cancelled()]
+            cancelled = {each for each in waiting if each.cancel()}
+            progress.not_run += len(cancelled)
+            waiting -= cancelled
+    return [each.result() for each in asked if each.done() and not each.cancelled()]
 
 
 def _victims(cells: list[Cell], seed: int, count: int) -> list[Cell]:

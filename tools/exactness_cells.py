@@ -60,13 +60,14 @@ GEOMETRIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 # Further ways of carrying a run out that may not change a bit: they take turns over the matrix.
 ACTIVATIONS: tuple[Mapping[str, Any], ...] = (
-    {},
+    {"activations": "recompute", "activation_placement": "vram"},
     {"activations": "recompute", "activation_placement": "host"},
     {"activations": "keep"},
     {"activations": "recompute", "activation_placement": "spill"},
 )
 WINDOWS = (1, 3, 500)
 PENDING_WRITES = (1, 4)
+GRADIENTS = ("vram", "host")
 # Cells that differ in the last three factors alone have one reference.
 MODES = 8
 
@@ -120,13 +121,20 @@ def all_cells() -> list[Cell]:
 
 
 def ways_of(cell: Cell) -> dict[str, Any]:
-    """Give the further flags of a cell, by its place in the matrix."""
+    """Give the further flags of a cell, by its place in the matrix.
+
+    The pipeline of the device takes every step that it can, on a processor too.
+    """
     place = 0
     for name, values in FACTORS.items():
         place = place * len(values) + values.index(getattr(cell, name))
     reference, mode = divmod(place, MODES)
+    activations = ACTIVATIONS[(reference + mode) % len(ACTIVATIONS)]
+    is_simple = cell.optimizer == "adamw" and cell.dtype != "fp16"
     return {
-        **ACTIVATIONS[(reference + mode) % len(ACTIVATIONS)],
+        **activations,
+        "device_pipeline": "on" if is_simple and activations in ACTIVATIONS[:2] else "off",
+        "gradient_placement": GRADIENTS[(reference + mode // 4) % len(GRADIENTS)],
         "prefetch_window": WINDOWS[place % len(WINDOWS)],
         "max_pending_shard_writes": PENDING_WRITES[(reference + mode // 2) % len(PENDING_WRITES)],
     }

@@ -22,6 +22,7 @@ from trainer.step import ShardTransaction
 
 BROKEN_STEP = 9
 SHARD = "params/block_001"
+READS_MAX = 64
 
 Rows = NDArray[np.integer]
 
@@ -45,7 +46,10 @@ class SkippedUpdate(Engine):
 
 
 class StaleBuffer(Engine):
-    """The forward pass sees a shard of the step before."""
+    """The forward pass sees a shard of the step before.
+
+    In a pipeline it may have been done before the step began, so the rest of the step sees it.
+    """
 
     def train_step(
         self, txn: ShardTransaction, micro_batches: Sequence[Rows], **how: Any
@@ -55,7 +59,8 @@ class StaleBuffer(Engine):
         copies: dict[int, ShardView] = self.__dict__.setdefault("copies", {})
         copies[how["step"]] = ShardView(now.name, now.layout, now.image.copy(), None)
         if how["step"] == BROKEN_STEP:
-            txn = _StaleTransaction(txn, copies[BROKEN_STEP - 1])
+            reads = 1 if self.pipeline is None else READS_MAX
+            txn = _StaleTransaction(txn, [copies[BROKEN_STEP - 1]] * reads)
         return super().train_step(txn, micro_batches, **how)
 
 
@@ -99,35 +104,42 @@ def break_run(run: Run, control: str) -> None:
 
 
 def controls() -> list[tuple[str, Cell]]:
-    """Give every mistake, with a cell of each optimizer and each clip mode to make it in.
+    """Give every mistake, with cells of each optimizer and each clip mode to make it in.
 
-    Only fp16 has a scale. Micro-batches are swapped in fp32: sums of three gradients of fewer bits
-    are mostly exact in fp32, so that their order changes nothing.
+    Only fp16 has a scale, and only the others go through the device's pipeline. Micro-batches are
+    swapped in fp32: sums of three gradients of fewer bits are mostly exact in fp32, so that their
+    order changes nothing.
     """
     modes = {
-        ("adamw", "global"): ("off", "sync", "durable"),
-        ("lion", "shard"): ("cpu", "async", "active"),
+        ("adamw", "global"): ("off", "sync", "active"),
+        ("lion", "shard"): ("cpu", "async", "durable"),
         ("adafactor", "none"): ("cpu", "sync", "active"),
     }
-    dtypes = dict.fromkeys(CONTROLS, "fp16") | {"two micro-batches swapped": "fp32"}
+    dtypes = {
+        "one shard's update skipped": ("fp16", "fp32"),
+        "a stale buffer": ("fp16", "fp32"),
+        "two micro-batches swapped": ("fp32",),
+        "a wrong loss scale": ("fp16",),
+    }
     return [
         (control, cell)
-        for control, dtype in dtypes.items()
+        for control in CONTROLS
         for cell in all_cells()
-        if (cell.accumulation, cell.dtype) == (3, dtype)
+        if cell.accumulation == 3
+        and cell.dtype in dtypes[control]
         and modes.get((cell.optimizer, cell.clip)) == (cell.prefetch, cell.writes, cell.store)
     ]
 
 
 class _StaleTransaction:
-    """A transaction whose first look at a shard gives a copy that is kept."""
+    """A transaction whose first looks at a shard give copies that are kept."""
 
-    def __init__(self, txn: ShardTransaction, stale: ShardView) -> None:
+    def __init__(self, txn: ShardTransaction, stale: list[ShardView]) -> None:
         self._txn = txn
-        self._stale = [stale]
+        self._stale = stale
 
     def read(self, name: str) -> ShardView:
-        """Give the shard, or once the copy."""
+        """Give the shard, or a copy while there is one."""
         if name == SHARD and self._stale:
             return self._stale.pop()
         return self._txn.read(name)

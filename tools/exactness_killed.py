@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -106,7 +107,8 @@ def _watch(lines: TextIO, end: Any, kill: Kill | None) -> None:
 
 
 def _train(given: dict[str, Any], writing: Connection) -> None:
-    """Be the command: steps go to the pipe, everything else nowhere."""
+    """Be the command: steps go to the pipe, everything else nowhere; who waits ends it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(writing.fileno(), 1)
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 2)

@@ -120,6 +120,7 @@ def given_of(cell: Cell, places: Places, device: str) -> dict[str, Any]:
         "loss_scale_growth_steps": GROWTH_STEPS,
         "prefetch_shards": cell.prefetch,
         "async_shard_writes": cell.writes == "async",
+        "compile_blocks": False,
         "max_steps": STEPS,
         **ways_of(cell),
     }

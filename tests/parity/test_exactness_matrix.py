@@ -116,9 +116,11 @@ def test_the_matrix_is_whole_and_every_geometry_meets_every_value() -> None:
     references = sorted({cell.reference for cell in cells})
     assert (len(cells), len(set(cells)), len(references)) == (432, 432, 54)
     assert len(geometries_met(references)) == len(GEOMETRIES) * (3 + 3 + 2 + 3)
-    for name in ("activations", "activation_placement", "prefetch_window"):
+    for name, values in (("activation_placement", 4), ("prefetch_window", 3)):
         met = {(str(ways_of(c).get(name)), c.store, c.prefetch, c.optimizer) for c in cells}
-        assert len(met) == 3 * 2 * 2 * 3, name
+        assert len(met) == values * 2 * 2 * 3, name
+    assert sum(ways_of(c)["device_pipeline"] == "on" for c in cells) >= 48
+    assert any(ways_of(c)["device_pipeline"] == "on" for _, c in controls())
     killed = spread_sample(0, 24)
     assert len(set(killed)) == 24
     assert uncovered_pairs(killed) == set()
