@@ -22,14 +22,14 @@ from export.import_files import StoredTensor, open_package, read_json
 from export.import_names import Match, match
 from export.import_tensors import Filler, stored_dtype
 from export.import_tokenizer import TokenizerFiles, read_tokenizer
-from export.source_package import SOURCE_SHARD, SourcePackage, SourceTensor, write_source
+from export.source_package import SourcePackage, SourceTensor, write_source
 from shardb import Commit, Store, TensorSpec, Transaction
 from shardb.errors import ConflictError, StorageFullError
 from shardb.layout import check_name
 from shardb.refs import STEP_PATTERN
 from shardb.state import DEFAULT_BRANCH
 from trainer.errors import InputError
-from trainer.model.stored import TOKENIZER_SHARD, write_bytes, write_model
+from trainer.model.stored import SOURCE_SHARD, TOKENIZER_SHARD, write_bytes, write_model
 
 # What the log, the index and the rounding up to pages take beside the tensors.
 SPARE_BYTES = 64 << 20

@@ -17,9 +17,8 @@ import numpy as np
 
 from shardb import ReadView, Transaction
 from shardb.errors import FormatError
+from trainer.model.stored import SOURCE_SHARD, TOKENIZER_FILES_SHARD
 
-SOURCE_SHARD = "meta/source"
-TOKENIZER_FILES_SHARD = "meta/tokenizer_files"
 FORMAT = 1
 _TENSOR = "json"
 

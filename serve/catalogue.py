@@ -19,13 +19,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from export.source_package import SOURCE_SHARD, TOKENIZER_FILES_SHARD
 from serve.chat_template import ChatFormat, template_of
 from serve.errors import ApiError, model_not_found
 from serve.pinned import ModelStore, PinnedModel
 from serve.vocabulary import Vocabulary
 from shardb.errors import ConflictError, NotFoundError, UsageError
 from shardb.records import Commit
+from trainer.model.stored import SOURCE_SHARD, TOKENIZER_FILES_SHARD
 
 ID_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-@/]{0,254}\Z")
 # Commits pinned by name lately stay open, so that a client's next request finds them ready.

@@ -18,6 +18,9 @@ from trainer.model.config import ModelConfig
 
 MODEL_SHARD = "meta/model"
 TOKENIZER_SHARD = "meta/tokenizer"
+# What an import keeps of its package; `export.source_package` reads and writes them.
+SOURCE_SHARD = "meta/source"
+TOKENIZER_FILES_SHARD = "meta/tokenizer_files"
 TENSOR = "json"
 
 
