@@ -31,7 +31,6 @@ from trainer.step_walk import StepWalk
 from trainer.vram import StepShape, carried_on
 from trainer.vram_trace import META, HostAttention, MemoryTrace
 
-
 # Numbers that stand alone, such as steps, sums and norms of each tensor.
 SCALARS_BYTES = 4096
 

@@ -123,8 +123,9 @@ class HostAttention(TorchFunctionMode):
 class _HostFused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        rows, heads, positions, width = query.shape
-        output = query.new_empty(rows, positions, heads, width).transpose(1, 2)
+        rows, heads, positions, _ = query.shape
+        # Laid out as the queries are: merging heads copies where those are laid out by head.
+        output = torch.empty_like(query)
         sums = query.new_empty(rows, positions, heads, dtype=torch.float32)
         ctx.save_for_backward(query, key, value, output, sums)
         return output
@@ -157,8 +158,13 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         rows, heads, positions, width = query.shape
-        # Laid out as the projections are, so that merging heads makes no copy.
-        output = query.new_empty(rows, positions, heads, width).transpose(1, 2)
+        # The half-precision kernel lays its output out as the queries are, the other one as the
+        # projections are: then merging heads makes no copy.
+        output = (
+            torch.empty_like(query)
+            if query.dtype.itemsize == 2
+            else query.new_empty(rows, positions, heads, width).transpose(1, 2)
+        )
         sums = query.new_empty(rows, heads, _padded(positions, 32), dtype=torch.float32)
         ctx.save_for_backward(query, key, value, output, sums)
         return output
