@@ -17,6 +17,7 @@ from typing import Any, Optional
 import typer
 
 from trainer.command_cli import answer, fail, let_waiting_threads_sleep, new_app
+from trainer.host_memory import keep_freed_memory
 from trainer.recipe import Recipe, Settings
 from trainer.recipe_flags import FLAGS, Flag, Scope
 from trainer.signals import StopRequest, stop_requests
@@ -51,6 +52,7 @@ output one line a step, unless it is a terminal; everything else is said on stan
 def main() -> None:
     """Run the command and exit."""
     let_waiting_threads_sleep()
+    keep_freed_memory()
     with stop_requests() as request:
         sys.exit(run(sys.argv[1:], request))
 
