@@ -155,7 +155,7 @@ class StageShelf:
         What a newer version of the same stage takes the place of goes first, then what no sweep
         has used of late.
         """
-        needed = kept_bytes(place, place.pinned.config, self._dtype)
+        needed = kept_bytes(place, self._dtype)
         for key, each in list(self._resident.items()):
             if not each.place.pinned.is_live and each.place.shard == place.shard:
                 self._drop(key)

@@ -288,7 +288,9 @@ class Scheduler:
             dtype=self._dtype,
             device=self._device.torch_device,
         )
-        places = self._places.setdefault(id(pinned), stage_places(pinned))
+        if id(pinned) not in self._places:
+            self._places[id(pinned)] = stage_places(pinned)
+        places = self._places[id(pinned)]
         return ModelGroup(places=places, parts=parts, batch=batch, cache=self._cache_of(pinned))
 
     def _tell(self, group: ModelGroup) -> None:

@@ -7,6 +7,7 @@ of their own, which neither the store's files nor its leases touch any more.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -18,7 +19,6 @@ from serve.pinned import PinnedModel
 from serve.row_products import RowProducts
 from shardb.errors import UsageError
 from trainer.device import Device
-from trainer.model.config import ModelConfig
 from trainer.model.stages import LmHead, build_trunk
 
 Role = Literal["table", "block", "norm", "head"]
@@ -37,12 +37,13 @@ class StageKey:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagePlace:
-    """A stage of one model: where it is read from and what it is."""
+    """A stage of one model: where it is read from, what it is, how many numbers it has."""
 
     pinned: PinnedModel
     shard: str
     key: StageKey
     index: int
+    values: int
 
 
 def stage_places(pinned: PinnedModel) -> list[StagePlace]:
@@ -61,7 +62,8 @@ def stage_places(pinned: PinnedModel) -> list[StagePlace]:
                 " project's own geometry, and cannot be served"
             )
         key = StageKey(digest=pinned.digest(shard), role=_role(index, len(stages)))
-        places.append(StagePlace(pinned=pinned, shard=shard, key=key, index=index))
+        values = sum(math.prod(each.shape) for each in stage.parameters.values())
+        places.append(StagePlace(pinned=pinned, shard=shard, key=key, index=index, values=values))
     return places
 
 
@@ -91,13 +93,11 @@ def bring_weights(
     return {name: products.pack(tensor) for name, tensor in weights.items()}
 
 
-def kept_bytes(place: StagePlace, config: ModelConfig, dtype: torch.dtype) -> int:
+def kept_bytes(place: StagePlace, dtype: torch.dtype) -> int:
     """Give the memory that a stage takes when it stays."""
-    stage = [*build_trunk(config), LmHead(config)][place.index]
-    values = sum(spec.bytes // 4 for spec in stage.specs.values())
     if place.key.role == "table":
         return place.pinned.size_bytes(place.shard)
-    return values * dtype.itemsize
+    return place.values * dtype.itemsize
 
 
 def weights_bytes(weights: Weights) -> int:

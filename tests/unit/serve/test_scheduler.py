@@ -203,8 +203,10 @@ def test_stages_stay_up_to_the_budget_and_the_rest_is_streamed(
     budget = int(share * size)
     with scheduler(max_resident_bytes=budget) as to:
         ask(to, tiny, [1, 2], 2).wait()
+        to.forget_prefixes()  # the worker has gone on
         before = to.statistics()
         ask(to, tiny, [1, 2], 4).wait()
+        to.forget_prefixes()
         found = to.statistics()
         assert found.resident_bytes <= budget
         if stages is None:
@@ -256,6 +258,7 @@ def test_guesses_save_sweeps_and_change_no_token(tmp_path: Path) -> None:
         with scheduler(ngram_speculation=count) as to:
             answer = ask(to, pinned, CYCLE, 41).wait()
             assert answer.tokens == [CYCLE[1 + index % 4] for index in range(41)]
+            to.forget_prefixes()  # the worker has gone on
             sweeps[count] = to.statistics().sweeps
             assert to.statistics().accepted_tokens <= to.statistics().drafted_tokens
     assert sweeps[0] == 41
