@@ -107,7 +107,7 @@ function tryButton(role, ref) {
 
 function names(run) {
   const rows = (found, kind) =>
-    Object.entries(found).map(([name, row]) => [name, kind, number(row.step), tryButton(run.role, name)]);
+    Object.entries(found).toSorted((a, b) => b[1].step - a[1].step).map(([name, row]) => [name, kind, number(row.step), tryButton(run.role, name)]);
   table($("names"), ["name", "kind", "step", ""], [...rows(run.branches, "branch"), ...rows(run.snapshots, "snapshot")]);
   table($("commits"), ["step", "loss", "branch", "commit", "when", ""], run.commits.toReversed().slice(0, 40).map((row) => [
     number(row.step), row.loss === null ? "–" : row.loss.toFixed(4), row.branch, make("code", row.commit.slice(0, 12)),
