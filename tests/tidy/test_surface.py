@@ -104,6 +104,7 @@ def test_is_a_poor_help_caught() -> None:
 @pytest.mark.parametrize(
     "command",
     [
+        "serve",
         "train",
         "train-data",
         "train-generate",
