@@ -46,9 +46,12 @@ def open_inputs(
     vocab_size: int,
     seq_len: int | None,
     data_dtype: str = "npy",
+    warns_of_vocabulary: bool = True,
 ) -> Inputs:
     """Open and check everything that training will read; InputError names the file and the fix.
 
+    `warns_of_vocabulary`: say so when the data uses little of the model's vocabulary; an imported
+    model knows the rest already.
     `seq_len` is the length the rows must have, None to take what they have; `data_dtype` is "npy",
     or that of raw files, which are cut into rows of `seq_len`.
     """
@@ -59,7 +62,10 @@ def open_inputs(
             " the flag out, or prepare rows of that length"
         )
     _check_contents(rows)
-    notes = [] if not _is_small(rows) and not rows.is_described() else [_vocabulary_note(rows)]
+    notes = []
+    if _is_small(rows) or rows.is_described():
+        note = _vocabulary_note(rows)
+        notes += [note] if warns_of_vocabulary else []
     validation_rows = None
     if val_data_dir is None:
         notes.append("no --val-data-dir: this run is not validated")

@@ -17,6 +17,7 @@ from trainer.errors import InputError
 from trainer.fit import fit
 from trainer.found import Found
 from trainer.inputs import Inputs, end_of_text_id, open_inputs, tokenizer_notes
+from trainer.model.stored import SOURCE_SHARD
 from trainer.placement_choice import placed
 from trainer.prefetch import prefetch_of
 from trainer.recipe import Recipe, Settings
@@ -111,6 +112,7 @@ def _plan_new(path: Path, found: Found, given: Given, notes: list[str]) -> Plan:
         vocab_size=model.vocab_size,
         seq_len=given.get("seq_len"),
         data_dtype=given.get("data_dtype", "npy"),
+        warns_of_vocabulary=imported is None,
     )
     facts = DataFacts(
         seq_len=inputs.rows.seq_len,
@@ -144,6 +146,7 @@ def _plan_resumed(
         vocab_size=recipe.model.vocab_size,
         seq_len=recipe.seq_len,
         data_dtype=settings.data_dtype,
+        warns_of_vocabulary=SOURCE_SHARD not in stored.commit.shards,
     )
     if inputs.data_digest != recipe.data_digest:
         if not given.get("accept_changed_data"):

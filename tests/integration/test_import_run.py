@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 import shardb
 from export.import_cli import command
@@ -181,6 +182,24 @@ def test_a_sentencepiece_file_alone_is_refused_with_the_remedy(tmp_path: Path) -
     with pytest.raises(InputError, match=r"no tokenizer\.json, only tokenizer\.model") as refused:
         import_here(package, tmp_path / "s")
     assert "sentencepiece" in str(refused.value)
+
+
+def test_an_older_form_of_tokenizer_is_converted_with_a_word(tmp_path: Path) -> None:
+    package = write_package(tmp_path / "p", config_of("llama", vocab_size=300))
+    model = json.loads(byte_tokenizer(300))["model"]
+    (package / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    (package / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
+    (package / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    plan = plan_import(package)
+    assert "tokenizer.json was made from vocab.json by transformers" in plan.notes
+    assert plan.tokenizer.tokenizer is not None
+    text = "the cat sat on 12 mats, naïve élève"
+    one, other = (
+        Tokenizer.from_str(data.decode()).encode(text).ids
+        for data in (plan.tokenizer.tokenizer, byte_tokenizer(300))
+    )
+    assert one == other
 
 
 def test_too_little_space_is_told_before_anything_is_written(
