@@ -68,7 +68,10 @@ def main() -> int:
         text = work / "stories.txt"
         packed = (asked.data / "corpora" / CORPUS).read_bytes()
         text.write_bytes(zstandard.ZstdDecompressor().decompress(packed))
-        rows = [measured(case, text, work / case.name) for case in cases(asked, work)]
+        rows = []
+        for case in cases(asked, work):
+            rows.append(measured(case, text, work / case.name))
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     table = markdown(rows)
     print(table)
     if asked.markdown is not None:
@@ -98,8 +101,8 @@ def cases(asked: argparse.Namespace, work: Path) -> list[Case]:
             package=large,
             end_of_text="<|endoftext|>",
             seq_len=128,
-            eval_rows=16,
-            steps=4,
+            eval_rows=8,
+            steps=3,
             learning_rate=2e-5,
         ),
     ]
