@@ -12,7 +12,7 @@ from typing import Any
 
 from export.hf_weights import Rounding
 from export.package_history import Measured
-from export.verify import Check
+from export.verify import BY_STAGES, Check
 from shardb import Commit
 from trainer.model.config import ModelConfig
 
@@ -55,12 +55,13 @@ def model_card(facts: CardFacts) -> str:
 
 def check_text(check: Check) -> str:
     """Say in one sentence what the check of a package found."""
+    named = "this project's own stages" if check.loader == BY_STAGES else check.loader
     by = " ".join(f"{name} {version}" for name, version in check.versions.items())
     found = (
         "bit-equal" if check.bit_equal else f"the largest difference is {check.difference_max:.3g}"
     )
     return (
-        f"Loaded by {check.loader} in a fresh offline process ({by}), logits at {check.dtype} over"
+        f"Loaded by {named} in a fresh offline process ({by}), logits at {check.dtype} over"
         f" {check.positions} positions against the store's own stages: {found}."
     )
 
