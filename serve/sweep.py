@@ -7,6 +7,7 @@ that model alone.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +20,8 @@ from serve.residency import StageShelf
 from serve.sweep_batch import SweepBatch
 from serve.weights import StagePlace
 from shardb.errors import ShardbError
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,9 +82,10 @@ def _run_stage(group: ModelGroup, place: StagePlace, shelf: StageShelf, decoder:
         )
     except ShardbError as error:
         group.error = error
-    except RuntimeError as error:
-        # torch's own: out of memory, above all.
+    except Exception as error:
+        LOG.warning("computing a stage failed", exc_info=True)
         group.error = ShardbError(
-            f"computing {place.shard} of step {place.pinned.commit.step} failed: {error}; give"
-            " smaller --max-resident-bytes or --kv-cache-bytes"
+            f"computing {place.shard} of step {place.pinned.commit.step} failed:"
+            f" {type(error).__name__}: {error}; if memory ran out, give smaller"
+            " --max-resident-bytes or --kv-cache-bytes"
         )

@@ -52,6 +52,11 @@ def stage_places(pinned: PinnedModel) -> list[StagePlace]:
     Raises:
         UsageError: the commit has no such shards, so its model is of another kind.
     """
+    if pinned.config.hf_config:
+        raise UsageError(
+            f"step {pinned.commit.step} holds a model whose layers transformers computes: it can be"
+            " trained and exported, but only models of this project's own stages are served"
+        )
     stages = [*build_trunk(pinned.config), LmHead(pinned.config)]
     places = []
     for index, stage in enumerate(stages):

@@ -6,14 +6,17 @@ import math
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import shardb
+from serve.decoder import Decoder
 from serve.pinned import ModelStore, PinnedModel
 from serve.requests import Event, Finished, SamplingParameters, TokenEvent
+from serve.sampling import NonFiniteLogitsError
 from serve.scheduler import Scheduler, SchedulerOptions
 from shardb.errors import ObjectCorruptError, UsageError
 from tests.support.scripted_store import followers_of, write_scripted_store
@@ -36,8 +39,8 @@ def scripted(tmp_path: Path) -> Iterator[PinnedModel]:
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Iterator[PinnedModel]:
-    write_model(tmp_path / "run", TINY, seed=1)
-    pinned = PinnedModel.open(tmp_path / "run")
+    write_model(tmp_path / "tiny", TINY, seed=1)
+    pinned = PinnedModel.open(tmp_path / "tiny")
     yield pinned
     pinned.release()
 
@@ -294,3 +297,46 @@ def test_closing_ends_every_request_and_takes_no_new_one(
 def test_refuses_options_and_names_them(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(wrong))):
         SchedulerOptions(**wrong)
+
+
+def test_a_failure_of_any_kind_ends_its_own_model_alone(
+    scripted: PinnedModel, tiny: PinnedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Decoder.run
+
+    def run(self: Decoder, role: Any, layer: int, *rest: Any) -> Any:
+        if rest[3] is tiny.config and role == "block":
+            raise ValueError("no such kernel")
+        return whole(self, role, layer, *rest)
+
+    monkeypatch.setattr(Decoder, "run", run)
+    with scheduler() as to:
+        with to._changed:
+            answers = [ask(to, scripted, [5], 6), ask(to, tiny, [5], 6)]
+        assert answers[0].wait().tokens == CHAIN[1:7]
+        error = answers[1].wait().finished.error
+        assert "params/block_000 of step 0 failed: ValueError: no such kernel" in str(error)
+
+
+def test_a_diverged_model_ends_its_requests_with_the_reason(tmp_path: Path) -> None:
+    write_scripted_store(tmp_path / "run", {}, vocab_size=32)
+    with shardb.open(tmp_path / "run") as store, store.begin() as txn:
+        for name in txn.base.shards if txn.base else ():
+            if name.startswith("params/"):
+                values = {key: each.copy() for key, each in txn.read(name).arrays().items()}
+                values["weight" if "weight" in values else next(iter(values))][:] = math.nan
+                txn.write(name, values)
+        txn.commit(step=1)
+    pinned = PinnedModel.open(tmp_path / "run")
+    with scheduler() as to:
+        error = ask(to, pinned, [5], 3).wait().finished.error
+        assert isinstance(error, NonFiniteLogitsError)
+    pinned.release()
+
+
+def test_refuses_a_model_of_stages_it_has_no_arithmetic_for(scripted: PinnedModel) -> None:
+    config = scripted.config
+    scripted.config = replace(config, hf_config='{"model_type": "gpt2"}')
+    with scheduler() as to, pytest.raises(UsageError, match="only models of this project's own"):
+        ask(to, scripted, [5], 3)
+    scripted.config = config
