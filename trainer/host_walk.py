@@ -46,7 +46,7 @@ def predicted_host_phases(shape: StepShape) -> dict[str, int]:
     return {phase: held + SCALARS_BYTES for phase, held in phases.items()}
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def _walked(shape: StepShape, blocks: int) -> Mapping[str, int]:
     config = replace(shape.model, num_layers=blocks)
     layers.rotary_angles(

@@ -74,7 +74,10 @@ def carried_on(shape: StepShape, blocks: int, batches: int, walked: Walker) -> d
     if batches > WALKED:
         two, three = (carried_on(shape, blocks, n, walked) for n in (WALKED - 1, WALKED))
         return _line(two, three, batches - WALKED)
-    return dict(walked(replace(shape, accumulation=batches), blocks))
+    # A chunk is never longer than a micro-batch: then both are one walk.
+    chunk = min(shape.options.lm_head_chunk_tokens, shape.micro_batch_size * shape.seq_len)
+    options = replace(shape.options, lm_head_chunk_tokens=chunk)
+    return dict(walked(replace(shape, options=options, accumulation=batches), blocks))
 
 
 def _line(two: Mapping[str, int], three: Mapping[str, int], more: int) -> dict[str, int]:
@@ -108,7 +111,7 @@ def _count(shape: tuple[int, ...]) -> int:
     return count
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def _walked(shape: StepShape, blocks: int) -> Mapping[str, int]:
     """Walk through a step with so many blocks; give the peak of each phase."""
     config = replace(shape.model, num_layers=blocks)
