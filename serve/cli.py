@@ -87,41 +87,12 @@ def command(
     allow_network: Annotated[bool, typer.Option(help="Read from a network file system.")] = False,
 ) -> int:
     """Serve until a signal."""
+    flags = dict(locals())  # each is a field of the options, by the same name
     try:
         from serve.start import StartOptions, serve
     except ImportError as error:
         return fail(f"{error.name} is missing: pip install 'shardb[serve]'", 2)
-    options = StartOptions(
-        store=store,
-        ref=ref,
-        follow=follow,
-        backup_store=backup_store,
-        backup_ref=backup_ref,
-        tokenizer=tokenizer,
-        chat_template=chat_template,
-        chat_adapter=chat_adapter,
-        host=host,
-        port=port,
-        device=device,
-        dtype=dtype,
-        max_resident_bytes=max_resident_bytes,
-        kv_cache_bytes=kv_cache_bytes,
-        preload=preload,
-        prefill_chunk=prefill_chunk,
-        max_running=max_running,
-        ngram_speculation=ngram_speculation,
-        api_keys=tuple(api_key or ()),
-        api_key_file=api_key_file,
-        max_queue=max_queue,
-        max_tokens=max_tokens,
-        max_body_bytes=max_body_bytes,
-        max_connections=max_connections,
-        request_seconds=request_seconds,
-        reader_seconds=reader_seconds,
-        drain_seconds=drain_seconds,
-        allow_network=allow_network,
-    )
-    return serve(options, lambda text: print(text, file=sys.stderr, flush=True))
+    return serve(StartOptions(**flags), lambda text: print(text, file=sys.stderr, flush=True))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import ipaddress
 import logging
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +61,7 @@ class StartOptions:
     prefill_chunk: int = 512
     max_running: int = 64
     ngram_speculation: int = 0
-    api_keys: tuple[str, ...] = ()
+    api_key: Sequence[str] | None = None
     api_key_file: str | None = None
     max_queue: int = 256
     max_tokens: int = 0
@@ -199,7 +199,7 @@ def sources_of(options: StartOptions) -> list[StoreSource]:
 
 def api_keys_of(options: StartOptions) -> tuple[str, ...]:
     """Give the keys of the flags and of the file."""
-    keys = list(options.api_keys)
+    keys = list(options.api_key or ())
     if options.api_key_file is not None:
         lines = _read(options.api_key_file, "--api-key-file").decode("utf-8", "replace")
         keys += [line.strip() for line in lines.splitlines() if line.strip()]

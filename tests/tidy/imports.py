@@ -21,7 +21,8 @@ MAY_IMPORT = {
     "export": ("export", "shardb", "trainer.model", "trainer.errors", "trainer.command_cli"),
     "serve": (
         *("serve", "shardb", "trainer.model", "trainer.device"),
-        *("trainer.errors", "trainer.command_cli"),
+        # What a server shows of a run is what its report shows.
+        *("trainer.errors", "trainer.command_cli", "trainer.report_html_data"),
     ),
     "tools": ("tools", "shardb", "trainer", "export", "serve", "tests.support"),
 }

@@ -76,7 +76,7 @@ def test_which_stores_are_served() -> None:
 def test_are_files_of_flags_read(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("one\n\n  two \n")
-    assert api_keys_of(options(api_keys=("zero",), api_key_file=str(keys))) == (
+    assert api_keys_of(options(api_key=["zero"], api_key_file=str(keys))) == (
         "zero",
         "one",
         "two",
