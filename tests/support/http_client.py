@@ -1,4 +1,4 @@
-"""A client that takes nothing for granted: whole answers, and events only of streams that end well."""
+"""A client that takes nothing for granted: whole answers, events of streams that end well."""
 
 from __future__ import annotations
 
