@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 INPUTS := pyproject.toml constraints.txt Makefile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-clean test lint format crash exactness bench import-real clean python-check serve-soak serve-npm
+.PHONY: help demo demo-clean test lint format crash faults kills realfaults exactness bench import-real clean python-check serve-soak serve-npm
 .DELETE_ON_ERROR:
 
 help: ## This list
@@ -47,6 +47,15 @@ serve-npm: $(VENV)/.installed-test ## Run the npm client against the server (nee
 	@npm install --silent --no-save --prefix .cache/npm openai
 	@NODE_PATH=$(CURDIR)/.cache/npm/node_modules $(BIN)/python -m pytest -q \
 	  tests/integration/test_serve_openai_npm.py
+
+faults: $(VENV)/.installed-test ## Fail every file operation of every verb with every error (FAULTS_ARGS)
+	@$(BIN)/python -m tools.crash_faults $(FAULTS_ARGS)
+
+kills: $(VENV)/.installed-test ## Kill thousands of real processes at random moments (KILLS_ARGS)
+	@$(BIN)/python -m tools.crash_kills $(KILLS_ARGS)
+
+realfaults: $(VENV)/.installed-test ## Cut the power of real file systems, and fill them (needs root)
+	@$(BIN)/python -m tools.crash_devices $(REALFAULTS_ARGS)
 
 BENCH_DIR ?= /tmp
 bench: $(VENV)/.installed-test ## Measure the store beside its peers (BENCH_DIR: the disk to measure)

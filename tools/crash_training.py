@@ -31,23 +31,25 @@ TINY = ModelConfig(
 
 def train_step(scene: Scene) -> None:
     """One step of the engine on main."""
-    scene.commit_with(_stage_step)
+    scene.commit_with(stage_step)
 
 
 def training_base(root: str) -> Base:
     """A store with the steps of a tiny run, made in the empty directory `root`."""
-    return small_base(root, first=_stage_initial, following=_stage_step)
+    return small_base(root, first=stage_initial, following=stage_step)
 
 
 def _engine() -> Engine:
     return Engine(TINY, EngineOptions(), Device.from_name("cpu"))
 
 
-def _stage_initial(transaction: Transaction) -> None:
+def stage_initial(transaction: Transaction) -> None:
+    """The first parameters and optimizer state of the tiny run."""
     _engine().initialise(transaction, seed=7)
 
 
-def _stage_step(transaction: Transaction) -> None:
+def stage_step(transaction: Transaction) -> None:
+    """The step behind the base; its bytes follow from the bytes of that and its number."""
     assert transaction.base is not None
     step = transaction.base.step + 1
     draw = np.random.default_rng(step)

@@ -42,7 +42,12 @@ Stage = Callable[[Transaction], Any]
 
 
 class Scene(Script):
-    """A store in the middle of some workload; the public methods are verbs and their parts."""
+    """A store in the middle of some workload; the public methods are verbs and their parts.
+
+    `side` is where active stores and copies lie, by default beside the recorded disk.
+    """
+
+    side: str | None = None
 
     def commit_with(self, stage: Stage) -> None:
         """Commit the next step of main, staged by a function."""
@@ -160,8 +165,9 @@ class Scene(Script):
     def _beside(self, name: str) -> str:
         """A path out of the crash's reach, removed with the recording."""
         assert isinstance(self._files, RecordingFileSystem)
-        os.makedirs(beside(self._files.root), exist_ok=True)
-        return os.path.join(beside(self._files.root), f"{name}-{self._position()}")
+        side = self.side or beside(self._files.root)
+        os.makedirs(side, exist_ok=True)
+        return os.path.join(side, f"{name}-{self._position()}")
 
     def _damage(self, digest: str) -> None:
         """Flip bits of FORMAT, of an object and, behind and before others, of a record."""
