@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from trainer.errors import InputError
+from trainer.host_memory import machine_memory
 from trainer.model.config import ModelConfig
 from trainer.recipe import Recipe, Settings
 from trainer.recipe_build import (
@@ -188,6 +189,8 @@ def test_what_the_engine_cannot_follow_is_refused(monkeypatch: pytest.MonkeyPatc
         prefetch_optimizer_shards: bool
         timing_sync_cuda: bool
         activations: str
+        activation_placement: str
+        pinned_budget_bytes: int
 
     monkeypatch.setattr("trainer.recipe_options.EngineOptions", Fewer)
     with pytest.raises(InputError, match="--beta1 is not available"):
@@ -198,6 +201,8 @@ def test_what_the_engine_cannot_follow_is_refused(monkeypatch: pytest.MonkeyPatc
         prefetch_optimizer_shards=True,
         timing_sync_cuda=False,
         activations="recompute",
+        activation_placement="vram",
+        pinned_budget_bytes=machine_memory()[0] // 10 * 9,
     )
 
 
