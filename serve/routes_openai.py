@@ -22,6 +22,7 @@ from serve.service import (
     Answering,
     Service,
     answer_tokens,
+    check_biases,
     encode_prompt,
     in_thread_if_long,
     stop_strings,
@@ -103,6 +104,7 @@ def plans_for(
     text: str | None = None,
 ) -> list[Plan]:
     """Plan `count` answers to one prompt."""
+    check_biases(wanted, model.pinned.config.vocab_size)
     tokens = answer_tokens(model, prompt_ids, wanted.max_tokens, service.limits, where=where)
     words = model.words
     return [

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from serve.catalogue import Catalogue, Model
-from serve.errors import ApiError, of_store, stopping
+from serve.errors import ApiError, bad_value, of_store, stopping
 from serve.generation import Generation, Plan, Scheduling
 from serve.limits import Admission, Limits, Ticket
 from serve.metrics import Metrics
@@ -190,6 +190,15 @@ def answer_tokens(
     if wanted is not None:
         return wanted
     return min(window - count, limits.max_tokens or window)
+
+
+def check_biases(wanted: Wanted, vocab_size: int) -> None:
+    """Refuse a bias for a token that the model does not have: it is meant for another model."""
+    for token in wanted.sampling["logit_bias"]:
+        if token >= vocab_size:
+            raise bad_value(
+                "logit_bias", f"token id {token} is outside the model's vocabulary of {vocab_size}"
+            )
 
 
 def stop_strings(wanted: Wanted, more: Sequence[str] = ()) -> tuple[str, ...]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 import shardb
 from tests.support.byte_model import END_ID, VOCAB_SIZE, byte_tokenizer, ids_of
 from tests.support.live_serving import (
@@ -17,7 +19,7 @@ from tests.support.live_serving import (
 from tests.support.scripted_store import followers_of, write_scripted_store
 from tests.support.training import TrainProcess, arguments, make_data
 
-RECYCLED_SECONDS = 3.0
+RECYCLED_SECONDS = 2.0
 TRAINED_SECONDS = 4.0
 DIGITS = ("abcdefghij", "ABCDEFGHIJ", "klmnopqrst")
 
@@ -39,8 +41,16 @@ def write_step(root: Path, step: int) -> None:
     )
 
 
-def test_is_no_answer_mixed_while_commits_are_recycled(tmp_path: Path) -> None:
-    root = tmp_path / "run"
+@pytest.fixture(params=["durable", "active"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A place for a store on a disk, and one in memory, whose files are mapped and recycled."""
+    if request.param == "durable":
+        return tmp_path / "run"
+    place: Path = request.getfixturevalue("active")
+    return place
+
+
+def test_is_no_answer_mixed_while_commits_are_recycled(root: Path) -> None:
     write_step(root, 1)
     steps: dict[str, int] = {}
 

@@ -50,6 +50,7 @@ ERRORS: list[tuple[str, str, Any, int, str]] = [
     ("POST", "/v1/completions", {**PROMPT, "prompt": "x" * 999}, 400, "context_length_exceeded"),
     ("POST", "/v1/completions", {**PROMPT, "max_tokens": 999}, 400, "context_length_exceeded"),
     ("POST", "/v1/completions", {**PROMPT, "stop": "\udfff"}, 400, "invalid_value"),
+    ("POST", "/v1/completions", {**PROMPT, "logit_bias": {"9999": 1}}, 400, "invalid_value"),
     (
         "POST",
         "/v1/chat/completions",
