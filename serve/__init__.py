@@ -1,6 +1,7 @@
 """Shard-native inference and its HTTP surface.
 
 Owns requests, their leases and their key/value caches. Knows nothing of training. May import
-`shardb`, `trainer.model` and `trainer.device`, nothing else of this project. Nothing is served
-yet; the package is here so that the import rules hold from the first day.
+`shardb`, `trainer.model` and `trainer.device`, and of the trainer's surface its errors and the way
+its commands answer. From the bottom up: pinned commits and their weights, pages of keys and values,
+the arithmetic of a stage, the sweep, the scheduler; above them the HTTP side.
 """
