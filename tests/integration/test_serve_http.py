@@ -159,6 +159,12 @@ def test_is_a_typed_control_token_text(store: Path) -> None:
         assert meant == [*ids_of("a"), 2, 0]
 
 
+def test_does_the_plain_adapter_end_where_the_user_speaks(store: Path) -> None:
+    with byte_server(store, says(" Fine.\nUser: and you?")) as server:
+        choice = server.ask("/v1/chat/completions", CHAT).json["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (" Fine.", "stop")
+
+
 def test_are_two_commits_compared(server: ByteServer) -> None:
     server.scheduler.script = lambda asked: ids_of("same " + "ab"[asked.pinned.commit.step - 1])
     found = server.ask("/compare", {"prompt": "hi", "models": ["run@step-1", "primary"]}).json
