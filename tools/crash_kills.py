@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -179,10 +180,24 @@ class World:
             names = [name for name in names if name != "second trainer"]
         children = {self.writer: self._start(WRITERS[self.writer])}
         children |= {name: self._start(OTHERS[name]) for name in names}
-        if draw.random() < 0.8 and self.told < STEPS_MAX:
-            children[self.writer].first()
+        try:
+            if draw.random() < 0.8 and self.told < STEPS_MAX:
+                children[self.writer].first()
+            numbers = self._kill_all(children, draw, kills)
+        finally:  # where one has failed, nobody may work on in what is about to be removed
+            for child in children.values():
+                with suppress(ProcessLookupError):
+                    os.kill(child.pid, signal.SIGKILL)
+        self.told = max([self.told, *(number for number in numbers if number >= 0)])
+        self.check({-number for number in numbers if number < 0}, writers=1 + len(names))
+
+    def _kill_all(
+        self, children: dict[str, Child], draw: random.Random, kills: Counter[str]
+    ) -> list[int]:
+        """Kill one after the other, some of them stopped; what the writers told."""
         numbers: list[int] = []
-        for name, child in children.items():
+        for name in list(children):
+            child = children.pop(name)
             if draw.random() < 0.25:
                 os.kill(child.pid, signal.SIGSTOP)
                 time.sleep(draw.random() * OTHERS_SECONDS)
@@ -194,8 +209,7 @@ class World:
             if name in (self.writer, "second trainer"):
                 numbers += heard
             kills[name] += 1
-        self.told = max([self.told, *(number for number in numbers if number >= 0)])
-        self.check({-number for number in numbers if number < 0}, writers=1 + len(names))
+        return numbers
 
     def _start(self, work: Work) -> Child:
         return Child(lambda tell: work(self.root, self.medium, tell))
