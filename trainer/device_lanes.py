@@ -31,6 +31,7 @@ class Lane(StrEnum):
     STATE_IN = "state in"
     UPDATE = "update"
     OUT = "out"
+    OUT_LATER = "out, when there is room"
 
 
 class Mark(Protocol):
@@ -231,6 +232,7 @@ class CudaLanes:
         lasting = torch.cuda.memory_allocated(self._device) - before
         # What a graph uses inside is free in the allocator's eyes, and nobody else's all the same.
         self._place.captured_bytes = max(self._place.captured_bytes, taken - lasting)
+        torch.cuda.reset_peak_memory_stats(self._device)
         return result, graph.replay
 
     def begin_trace(self) -> None:

@@ -31,10 +31,10 @@ class GradientSum:
 class PlacedSum(GradientSum):
     """The same sum in tensors that are there already; the first terms are written, not added."""
 
-    def __init__(self, gradients: dict[str, Tensor]) -> None:
+    def __init__(self, gradients: dict[str, Tensor], *, has_terms: bool = False) -> None:
         super().__init__(gradients)
-        self._terms = 0
-        self._is_half = True
+        self._terms = int(has_terms)
+        self._is_half = not has_terms
 
     def add(self, terms: Mapping[str, Tensor]) -> None:
         """Add one micro-batch's gradients."""
@@ -44,6 +44,16 @@ class PlacedSum(GradientSum):
             super().add(terms)
         self._terms += 1
         self._is_half &= all(term.dtype == torch.bfloat16 for term in terms.values())
+
+    @property
+    def has_terms(self) -> bool:
+        """Say whether something was added yet."""
+        return self._terms > 0
+
+    def added_elsewhere(self) -> None:
+        """Note that terms were added to the tensors behind this sum's back."""
+        self._terms += 1
+        self._is_half = False
 
     @property
     def fits_half(self) -> bool:

@@ -42,32 +42,47 @@ def head_backward(
     chunk_tokens: int,
     loss_scale: float = 1.0,
     into: Boundary | None = None,
-    total: GradientSum | None = None,
 ) -> HeadGradients:
     """Give the loss and the gradients of (loss_scale * loss sum / valid_tokens), chunk by chunk.
 
     hidden: [B, T, D] and labels: [B, T] a micro-batch; chunks never span two micro-batches.
-    into: where the gradients of `hidden` are put; total: what the weight's are added to.
+    into: where the gradients of `hidden` are put.
     """
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
-    total = total if total is not None else GradientSum()
+    total = GradientSum()
     loss_sum = torch.zeros((), dtype=torch.float64, device=labels[0].device)
     # 1/n as an fp32 quotient is what autograd itself would send back through a division by n.
     seed = torch.full((), loss_scale, device=labels[0].device) / valid_tokens
     hidden_gradients: Boundary = [] if into is None else into
     for x_BTD, labels_BT in zip(hidden, labels, strict=True):
-        gradient_ND = torch.empty_like(x_BTD).flatten(0, 1)
-        for rows, x_ND, labels_N in _chunks(x_BTD, labels_BT, chunk_tokens):
-            leaf_ND = x_ND.detach().requires_grad_()
-            loss = _loss_sum(head, leaves, leaf_ND, labels_N)
-            gradient_ND[rows], *weight = torch.autograd.grad(
-                loss, [leaf_ND, *leaves.values()], grad_outputs=seed
-            )
-            total.add(dict(zip(leaves, weight, strict=True)))
-            del weight  # a whole head's gradient, not to be held beside the next chunk's
-            loss_sum += loss.detach().double()
-        hidden_gradients.append(gradient_ND.view_as(x_BTD))
+        hidden_gradients.append(
+            batch_backward(head, leaves, x_BTD, labels_BT, seed, chunk_tokens, total, loss_sum)
+        )
     return HeadGradients(loss_sum=loss_sum, hidden=hidden_gradients, params=total.gradients)
+
+
+def batch_backward(
+    head: Stage,
+    leaves: Mapping[str, Tensor],
+    x_BTD: Tensor,
+    labels_BT: Tensor,
+    seed: Tensor,
+    chunk_tokens: int,
+    total: GradientSum,
+    loss_sum: Tensor,
+) -> Tensor:
+    """Give the gradient of one micro-batch's hidden states; add to `total` and `loss_sum`."""
+    gradient_ND = torch.empty_like(x_BTD).flatten(0, 1)
+    for rows, x_ND, labels_N in _chunks(x_BTD, labels_BT, chunk_tokens):
+        leaf_ND = x_ND.detach().requires_grad_()
+        loss = _loss_sum(head, leaves, leaf_ND, labels_N)
+        gradient_ND[rows], *weight = torch.autograd.grad(
+            loss, [leaf_ND, *leaves.values()], grad_outputs=seed
+        )
+        total.add(dict(zip(leaves, weight, strict=True)))
+        del weight  # a whole head's gradient, not to be held beside the next chunk's
+        loss_sum += loss.detach().double()
+    return gradient_ND.view_as(x_BTD)
 
 
 def head_loss_sum(

@@ -37,7 +37,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "prefetch_shards": ("off", "cpu", "gpu", "secondary-gpu"),
     "activations": ("auto", "keep", "recompute"),
     "device_pipeline": ("auto", "on", "off"),
-    "gradient_placement": ("vram", "host"),
+    "gradient_placement": ("vram", "host", "recompute"),
     "activation_placement": ("auto", "vram", "host", "spill"),
 }
 

@@ -158,7 +158,7 @@ _SETTING = (
         ("activation_placement", str, "What waits for the backward pass: vram, host, spill, auto."),
         ("vram_budget", str, "Device memory to fill (8GiB), or with --fit to fit into; or off."),
         ("device_pipeline", str, "Copy, compute and update at once: on, off, or auto: on a GPU."),
-        ("gradient_placement", str, "Where gradients wait for the model's norm: vram or host."),
+        ("gradient_placement", str, "Where gradients await the norm: vram, host or recompute."),
         ("pinned_budget", str, "Host memory that may be page-locked, such as 16GiB."),
         ("async_shard_writes", bool, "Write shards in the background of the step."),
         ("max_pending_shard_writes", int, "Shards that may wait to be written."),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -115,9 +116,12 @@ def test_pipeline_equals_resident(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("host", ["activations_on_host", "gradients_on_host"])
-def test_what_waits_on_the_host_changes_nothing(host: str, device: str) -> None:
-    comparison = Pipelined(TINY_QWEN, options_of("bf16", "global"), 2, device, **{host: True})
+@pytest.mark.parametrize(
+    "setting", [{"activations_on_host": True}, {"gradients": "host"}, {"gradients": "recompute"}]
+)
+def test_where_tensors_wait_changes_nothing(setting: dict[str, Any], device: str) -> None:
+    options = replace(options_of("bf16", "global"), max_grad_norm=BITES_SOMETIMES[3])
+    comparison = Pipelined(TINY_QWEN, options, 3, device, **setting)
     assert comparison.differences() == []
 
 

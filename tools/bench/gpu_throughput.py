@@ -2,7 +2,8 @@
 
 Arms, interleaved in one process: `train` as a run makes its steps (data loader, active store on a
 RAM disk, one commit a step), once for each memory setting; resident training with every block
-checkpointed; and without. Ratios are taken within a round. Memory is what an arm held at most in
+checkpointed; the same without the cost of asking for single kernels (`recorded`); and without
+checkpoints. Ratios are taken within a round. Memory is what an arm held at most in
 its first steps, above what was held before it was made. With --check, the run's weights are
 compared with the resident ones, bit for bit, after the same steps.
 
@@ -34,11 +35,14 @@ from trainer.budget import in_bytes
 from trainer.ceiling import step_flops
 from trainer.data.batches import batch_at
 from trainer.device import Device
+from trainer.device_lanes import lanes_of
 from trainer.errors import InputError
 from trainer.found import find_run
+from trainer.gradients import PlacedSum
 from trainer.model.compiled import CompiledBlocks
 from trainer.model.stages import Block, Stage
 from trainer.opening import Surroundings
+from trainer.pipeline.graphs import HeadWork, Passes
 from trainer.pipeline.trace import write_trace
 from trainer.plan import Plan, make_plan
 from trainer.progress import progress_for
@@ -46,6 +50,8 @@ from trainer.recipe_options import options_of
 from trainer.run import Run
 from trainer.signals import StopRequest
 from trainer.start import opened_run
+from trainer.tape import Compute
+from trainer.timing import StepClock
 from trainer.watchdog import Watchdog
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -100,6 +106,79 @@ class Resident(ResidentTrainer):
             else:
                 x = self._run(stage, x)
         return x
+
+
+class Recorded(Resident):
+    """Resident and checkpointed, its blocks and head recorded as the pipeline records its own.
+
+    No time goes into asking for single kernels: what is left is what the device needs.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan, checkpointed=True)
+        device = Device.from_name(plan.recipe.device)
+        self._passes = Passes(lanes_of(device))
+        self._compute = Compute(
+            device=device, dtype=self.dtype, clock=StepClock(), blocks=self._blocks
+        )
+        stages = [*self.trunk, self.head]
+        self._weights = {
+            kind: {
+                name: torch.empty(each.shape, dtype=self.dtype, device=device.torch_device)
+                for name, each in stage.parameters.items()
+            }
+            for kind, stage in ((_kind(stage), stage) for stage in stages)
+        }
+        self._sums = {
+            stage.name: {n: torch.empty_like(p) for n, p in self.params[stage.name].items()}
+            for stage in stages
+        }
+        self._steps = 0
+
+    def _cast(self, stage: Stage) -> dict[str, Tensor]:
+        masters = {n: p.detach() for n, p in self.params[stage.name].items()}
+        if stage.keeps_master_dtype:
+            return masters
+        cast = self._weights[_kind(stage)]
+        torch._foreach_copy_(list(cast.values()), list(masters.values()))
+        return cast
+
+    def _accumulate(
+        self, micro_batches: Sequence[NDArray[np.int64]], valid: int, loss_scale: float
+    ) -> float:
+        self._passes.may_record = self._steps > 0
+        self._steps += 1
+        ids = [torch.from_numpy(rows[:, :-1].copy()).to(self.device) for rows in micro_batches]
+        labels = [torch.from_numpy(rows[:, 1:].copy()).to(self.device) for rows in micro_batches]
+        inputs, hidden = [], list(ids)
+        for stage in self.trunk:
+            inputs.append(list(hidden))
+            weights = self._cast(stage)
+            for index, x in enumerate(hidden):
+                hidden[index] = self._passes.forward(self._compute, stage, weights, x)
+        work = HeadWork(
+            stage=self.head, valid_tokens=valid, chunk_tokens=self.options.lm_head_chunk_tokens
+        )
+        total = PlacedSum(self._sums[self.head.name])
+        loss, gradients = self._passes.head(work, self._cast(self.head), hidden, labels, total)
+        for stage in reversed(self.trunk):
+            total, weights, given = (
+                PlacedSum(self._sums[stage.name]),
+                self._cast(stage),
+                inputs.pop(),
+            )
+            for index, x in enumerate(given):
+                gradients[index] = self._passes.backward(
+                    self._compute, stage, weights, x, gradients[index], total
+                )
+        for name, shard in self.params.items():
+            for tensor, parameter in shard.items():
+                parameter.grad = self._sums[name][tensor]
+        return float(loss)
+
+
+def _kind(stage: Stage) -> str:
+    return "block" if isinstance(stage, Block) else stage.name
 
 
 class Product:
@@ -263,12 +342,17 @@ def measure(arguments: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
     if arguments.check:
         result["differences"] = differences(first, len(first.lines))
         print("differences:", result["differences"][:8], len(result["differences"]), flush=True)
-    for name, checkpointed in (("checkpointed", True), ("resident", False)):
+    for name in ("recorded", "checkpointed", "resident"):
         if name not in arguments.arms.split(","):
             continue
 
-        def resident(checkpointed: bool = checkpointed) -> Callable[[], object]:
-            trainer = Resident(first.plan, checkpointed=checkpointed)
+        def resident(name: str = name) -> Callable[[], object]:
+            checkpointed = name == "checkpointed"
+            trainer = (
+                Recorded(first.plan)
+                if name == "recorded"
+                else Resident(first.plan, checkpointed=checkpointed)
+            )
             rows = [rows_of(first.plan, step) for step in range(1, 5)]
             turn = [0]
 
@@ -314,7 +398,7 @@ def rows_summary(
             "ceiling_percent": 100 * least / middle,
             "peak_bytes": memory[name],
         }
-        for base in ("checkpointed", "resident"):
+        for base in ("recorded", "checkpointed", "resident"):
             if base in medians:
                 ratios = [b / m for b, m in zip(medians[base], mine, strict=True)]
                 row[f"of_{base}"] = statistics.median(ratios)
@@ -337,7 +421,7 @@ def print_table(result: dict[str, Any]) -> None:
     for name, row in result["rows"].items():
         ratios = " ".join(
             f"{row[key]:.3f} ({row[f'{key}_low']:.3f}-{row[f'{key}_high']:.3f}) {key}"
-            for key in ("of_checkpointed", "of_resident")
+            for key in ("of_recorded", "of_checkpointed", "of_resident")
             if key in row
         )
         print(
@@ -363,7 +447,7 @@ def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gradient-placement", default="vram")
     parser.add_argument("--pipeline", default="auto")
     parser.add_argument("--durable-every", type=int, default=0)
-    parser.add_argument("--arms", default="checkpointed,resident")
+    parser.add_argument("--arms", default="recorded,checkpointed,resident")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--store", default="/tmp")

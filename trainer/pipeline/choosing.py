@@ -35,7 +35,7 @@ def pipeline_settings(
         return None
     return PipelineSettings(
         activations_on_host=options.activation_placement == "host",
-        gradients_on_host=settings.gradient_placement == "host",
+        gradients=settings.gradient_placement,
         vram_budget_bytes=vram_budget_of(settings),
     )
 

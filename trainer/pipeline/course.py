@@ -44,12 +44,16 @@ class PipelineCourse:
         """Stage a step, sealed; None, with nothing staged, where the plain way has to do it."""
         try:
             step = self._taken(txn, order, rows)
-            result = step.finish(txn, order)
-            if result is not None and next_rows is not None:
+            step.go_back(txn, order)
+            if step.may_be_final and next_rows is not None:
+                self._begin_next(step, next_rows)
+            result = step.conclude(txn, self._forget_next)
+            if result is not None and self._ahead is None and next_rows is not None:
                 self._begin_next(step, next_rows)
             self._pipeline.sealer.drain()
             step.close()
         except BaseException as error:
+            self._ahead = None
             self._pipeline.reset()
             if isinstance(error, UnknownLayoutError):
                 return None
@@ -57,6 +61,12 @@ class PipelineCourse:
         if result is None:
             self._pipeline.reset()
         return result
+
+    def _forget_next(self) -> None:
+        """Forget what was begun from updates that are not to be."""
+        if self._ahead is not None:
+            self._ahead = None
+            self._pipeline.forget_begun()
 
     def _taken(self, txn: ShardTransaction, order: StepOrder, rows: Rows) -> PipelineStep:
         """Give the step that was begun ahead if it is this one, else begin this one."""

@@ -1,14 +1,15 @@
-"""A block's passes recorded once and done again: one call in the place of a hundred.
+"""Passes recorded once and done again: one call in the place of a hundred.
 
-Owns the recording and its fixed buffers. Every block computes with the same addresses (the cast
-weights, an input, a gradient), so one recording of each pass serves all of them. Knows nothing of
-the order of stages. Where nothing can be recorded (on the host) passes are computed as they are;
-both ways give the same bits, because they are the same kernels.
+Owns the recordings and their fixed buffers. Every block computes with the same addresses (the cast
+weights, an input, a gradient), so one recording of each pass serves all of them. The head has one
+for each slot that its gradients are summed in. Knows nothing of the order of stages. Where nothing
+can be recorded (on the host) passes are computed as they are; both ways give the same bits, because
+they are the same kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +17,12 @@ from torch import Tensor
 
 from trainer.device_lanes import Lanes
 from trainer.gradients import PlacedSum
+from trainer.head import batch_backward
 from trainer.model.stages import Block, Stage
 from trainer.tape import Compute
+
+# Slots, with and without terms, for a few numbers of valid tokens; others are computed as they are.
+HEADS_MAX = 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +35,38 @@ class _Recorded:
     backward: Callable[[], None]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _RecordedHead:
+    x: Tensor
+    labels: Tensor
+    gradient: Tensor
+    run: Callable[[], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadWork:
+    """The head of a step: its loss is a mean over `valid_tokens`."""
+
+    stage: Stage
+    valid_tokens: int
+    chunk_tokens: int
+
+    def run(
+        self,
+        weights: Mapping[str, Tensor],
+        x_BTD: Tensor,
+        labels_BT: Tensor,
+        total: PlacedSum,
+        loss_sum: Tensor,
+    ) -> Tensor:
+        """Give the gradient of one micro-batch's hidden states."""
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in weights.items()}
+        seed = torch.full((), 1.0, device=labels_BT.device) / self.valid_tokens
+        return batch_backward(
+            self.stage, leaves, x_BTD, labels_BT, seed, self.chunk_tokens, total, loss_sum
+        )
+
+
 class Passes:
     """Computes stages forward and backward; blocks from recordings once `may_record` is set."""
 
@@ -37,6 +74,9 @@ class Passes:
         self.may_record = False
         self._lanes = lanes
         self._recorded: dict[tuple[object, ...], _Recorded | None] = {}
+        self._heads: dict[tuple[object, ...], _RecordedHead | None] = {}
+        self._fixed: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
+        self._loss_sum: Tensor | None = None
 
     def forward(
         self, compute: Compute, stage: Stage, weights: Mapping[str, Tensor], x: Tensor
@@ -72,6 +112,78 @@ class Passes:
         total.add(dict(zip(weights, recorded.found, strict=False)))
         return gradient.copy_(recorded.found[-1])
 
+    def head(
+        self,
+        work: HeadWork,
+        weights: Mapping[str, Tensor],
+        hidden: list[Tensor],
+        labels: Sequence[Tensor],
+        total: PlacedSum,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Give the loss summed over tokens and the gradients of its mean by `hidden`, used up."""
+        if self._loss_sum is None:
+            self._loss_sum = torch.zeros((), dtype=torch.float64, device=labels[0].device)
+        loss_sum = self._loss_sum.zero_()
+        found = []
+        for batch, labels_BT in enumerate(labels):
+            x_BTD = hidden[batch]
+            recorded = self._head_of(work, weights, x_BTD, labels_BT, total)
+            if recorded is None:
+                found.append(work.run(weights, x_BTD, labels_BT, total, loss_sum))
+                continue
+            recorded.x.copy_(x_BTD)
+            recorded.labels.copy_(labels_BT)
+            recorded.run()
+            total.added_elsewhere()
+            found.append(recorded.gradient.clone())
+        hidden.clear()
+        return loss_sum, found
+
+    def _head_of(
+        self,
+        work: HeadWork,
+        weights: Mapping[str, Tensor],
+        x: Tensor,
+        labels: Tensor,
+        total: PlacedSum,
+    ) -> _RecordedHead | None:
+        place = next(iter(total.gradients.values())).data_ptr()
+        key = (work, x.shape, x.dtype, place, total.has_terms)
+        if key not in self._heads:
+            if not self.may_record or len(self._heads) >= HEADS_MAX:
+                return None
+            self._heads[key] = self._record_head(work, weights, x, labels, total)
+        return self._heads[key]
+
+    def _record_head(
+        self,
+        work: HeadWork,
+        weights: Mapping[str, Tensor],
+        x: Tensor,
+        labels: Tensor,
+        total: PlacedSum,
+    ) -> _RecordedHead | None:
+        fixed, loss_sum = self._buffers(x)[0], self._loss_sum
+        assert loss_sum is not None
+        fixed_labels = labels.clone()
+        has_terms = total.has_terms
+
+        def run() -> Tensor:
+            same = PlacedSum(total.gradients, has_terms=has_terms)
+            return work.run(weights, fixed, fixed_labels, same, loss_sum)
+
+        captured = self._lanes.capture(run)
+        if captured is None:
+            return None
+        return _RecordedHead(x=fixed, labels=fixed_labels, gradient=captured[0], run=captured[1])
+
+    def _buffers(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Give the fixed input and gradient of this shape, which all recordings share."""
+        key = (x.shape, x.dtype)
+        if key not in self._fixed:
+            self._fixed[key] = torch.empty_like(x).copy_(x), torch.zeros_like(x)
+        return self._fixed[key]
+
     def _of(
         self, compute: Compute, stage: Stage, weights: Mapping[str, Tensor], x: Tensor
     ) -> _Recorded | None:
@@ -87,7 +199,7 @@ class Passes:
     def _record(
         self, compute: Compute, stage: Stage, weights: Mapping[str, Tensor], x: Tensor
     ) -> _Recorded | None:
-        fixed, gradient = torch.empty_like(x).copy_(x), torch.zeros_like(x)
+        fixed, gradient = self._buffers(x)
 
         def forward() -> Tensor:
             with torch.no_grad():

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from trainer.clipping import total_norm
+from trainer.device_lanes import Lane, Lanes, Mark
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,9 +29,15 @@ class Told:
 
 
 class Measures:
-    """Norms of each stage's tensors, the loss, and the factors that clip."""
+    """Norms of each stage's tensors, the loss, and the factors that clip.
 
-    def __init__(self, max_norm: float) -> None:
+    host: page-locked float64 memory for them, long enough; None on the host itself.
+    """
+
+    def __init__(self, max_norm: float, host: Tensor | None) -> None:
+        self._host = host
+        self._mark: Mark | None = None
+        self._sent = torch.empty(0)
         self.norms: dict[str, Tensor] = {}
         self.scales: dict[str, Tensor] = {}
         self.loss_sum: Tensor | None = None
@@ -47,8 +54,8 @@ class Measures:
         self.scales[name] = torch.clamp(self._max_norm / (norm + 1e-6), max=1.0)
         return self.scales[name]
 
-    def read(self, names: Sequence[str], *, clips_model: bool) -> Told:
-        """Wait for everything that was measured, and read it in one copy.
+    def send(self, names: Sequence[str], lanes: Lanes, *, clips_model: bool) -> None:
+        """Ask for the one copy to the host of everything that was measured.
 
         names: of the stages, in the order in which norms are summed.
         """
@@ -64,12 +71,21 @@ class Measures:
             torch.stack(scales).double(),
             torch.stack([total_norm([each]) for each in norms]).double(),
         ]
-        values = torch.cat(parts).tolist()
-        rest = values[3:]
+        self._sent = torch.cat(parts)
+        if self._host is not None:
+            self._host[: len(self._sent)].copy_(self._sent, non_blocking=True)
+        self._mark = lanes.mark(Lane.COMPUTE, for_host=True)
+
+    def read(self, names: Sequence[str], lanes: Lanes) -> Told:
+        """Wait for that copy and read it."""
+        lanes.arrive(self._mark)
+        source = self._sent if self._host is None else self._host[: len(self._sent)]
+        values = source.tolist()
+        rest, count = values[3:], max(1, len(self.scales))
         return Told(
             is_finite=bool(values[0]) and math.isfinite(values[1]),
             loss_sum=values[1],
             norm=values[2],
-            scale=min(rest[: len(scales)]),
-            shard_norms=dict(zip(names, rest[len(scales) :], strict=True)),
+            scale=min(rest[:count]),
+            shard_norms=dict(zip(names, rest[count:], strict=True)),
         )

@@ -32,13 +32,15 @@ from trainer.step_model import StepModel
 class PipelineSettings:
     """How the pipeline spends memory. None of it changes a bit.
 
+    gradients: where they wait for the model's norm: `vram`, `host`, or nowhere (`recompute`), to be
+        computed again in a step that is clipped.
     records_passes: record blocks' passes at the second step and replay them from there on.
     poison: fill slots with NaN when they are given back, to find what uses them too late.
     """
 
     sizes: PipelineSizes = field(default_factory=PipelineSizes)
     activations_on_host: bool = False
-    gradients_on_host: bool = False
+    gradients: str = "vram"
     vram_budget_bytes: int | None = None
     records_passes: bool = True
     poison: bool = False
@@ -71,7 +73,15 @@ class Pipeline:
         self.tiles = self._ring("state", sizes.tile_slots, tile)
         self.weights: Tensor = torch.empty(self._weights_count(), dtype=dtype, device=device)
         self.step_number: Tensor = torch.zeros((), device=device)
-        self.bank = GradientBank(self.lanes, model.device, on_host=settings.gradients_on_host)
+        self.told: Tensor | None = None
+        if not model.device.is_host:
+            size = 8 * (3 + 2 * len(self.shapes) + 1)
+            self.told = model.device.host_buffer(size, "norms").view(torch.float64)
+        self.bank = (
+            None
+            if settings.gradients == "recompute"
+            else GradientBank(self.lanes, model.device, on_host=settings.gradients == "host")
+        )
         self.boundaries: Boundaries = new_boundaries(
             self.lanes,
             model.device,
@@ -109,17 +119,24 @@ class Pipeline:
         for resident in self.residents.values():
             resident.step = None
 
+    def forget_begun(self) -> None:
+        """Take back the slots of a step that was begun, and of nothing else."""
+        self.model.device.wait()
+        self.params.reset()
+        self.boundaries.reset()
+
     def fill_budget(self) -> None:
         """After a measured step: let as many stages stay on the device as the budget has room for.
 
-        The stages that a step needs first and last again come first: the last blocks, whose
-        parameters would be fetched twice in a row, then those before them.
+        The embeddings come first: a step begins and ends with them. Then the last blocks, whose
+        copies out have the rest of the step to be made in.
         """
         budget = self.settings.vram_budget_bytes
         if budget is None:
             return
         spare = budget - self.model.device.peak_bytes() - self.settings.sizes.margin_bytes
-        for stage in reversed(self.model.owners()):
+        first, *others = self.model.owners()
+        for stage in (first, *reversed(others)):
             needed = resident_bytes(self.shapes[stage.name])
             if stage.name not in self.residents and needed <= spare:
                 self.keep_resident([stage.name])

@@ -1,8 +1,8 @@
 """Sealing staged shards when their copies have arrived, behind the back of the step.
 
-Owns one thread. A sealed image is digested by the store's writers at once, so that a commit waits
-for the digests of the last shards alone. Knows nothing of what is copied. The first error of a seal
-is raised by `drain`.
+Owns one thread a lane that copies out. A sealed image is digested by the store's writers at once,
+so that a commit waits for the digests of the last shards alone. Knows nothing of what is copied.
+The first error of a seal is raised by `drain`.
 """
 
 from __future__ import annotations
@@ -12,23 +12,29 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from shardb.views import StagedShard
-from trainer.device_lanes import Lanes, Mark
+from trainer.device_lanes import Lane, Lanes, Mark
 
 
 class Sealer:
-    """Seals in the order in which it is asked to; on the host at once, in the caller's thread."""
+    """Seals a lane's shards in order; on the host at once, in the caller's thread."""
 
     def __init__(self, lanes: Lanes, *, in_background: bool) -> None:
         self._lanes = lanes
-        self._executor = ThreadPoolExecutor(1, "sealer") if in_background else None
+        self._executors = (
+            {lane: ThreadPoolExecutor(1, f"sealer {lane}") for lane in (Lane.OUT, Lane.OUT_LATER)}
+            if in_background
+            else {}
+        )
         self._pending: deque[Future[None]] = deque()
 
-    def seal(self, arrived: Mark | None, shards: Sequence[StagedShard]) -> None:
-        """Seal shards once their last copy's mark is reached."""
-        if self._executor is None:
+    def seal(self, lane: Lane, shards: Sequence[StagedShard]) -> None:
+        """Seal shards once what a lane was asked for so far is done."""
+        arrived = self._lanes.mark(lane, for_host=True)
+        executor = self._executors.get(lane)
+        if executor is None:
             self._seal(arrived, shards)
         else:
-            self._pending.append(self._executor.submit(self._seal, arrived, shards))
+            self._pending.append(executor.submit(self._seal, arrived, shards))
 
     def drain(self) -> None:
         """Return when everything is sealed."""
@@ -43,9 +49,9 @@ class Sealer:
                 pending.exception()
 
     def close(self) -> None:
-        """End the thread."""
-        if self._executor is not None:
-            self._executor.shutdown(wait=True)
+        """End the threads."""
+        for executor in self._executors.values():
+            executor.shutdown(wait=True)
 
     def _seal(self, arrived: Mark | None, shards: Sequence[StagedShard]) -> None:
         self._lanes.arrive(arrived)

@@ -2,30 +2,33 @@
 
 Owns the order: forward, head, replay, updates, and what clipping does to that order. Knows slots
 and lanes, a transaction, and stages. Computes what `trainer.step.TrainStep` computes, bit for bit;
-where it cannot, `finish` says so and leaves nothing staged.
+where it cannot, `conclude` says so and leaves nothing staged.
 
 `begin` is the forward pass. It needs no transaction: it may run from what the step before staged,
-while that step is still digested and committed. `finish` does the rest inside a transaction.
+while that step is still digested and committed. `go_back` and `conclude` do the rest inside a
+transaction; between the two, the next step may begin.
 
 Clipping by the model's norm is exact without a second pass over the data. When the step before was
 not clipped, updates are made as gradients come, as if this one were not either; every gradient
 waits in the bank meanwhile. If the norm then is above the limit, what was staged is dropped and
 each update made again from the base, with the scale. After a clipped step updates wait for the
-norm.
+norm. Without a bank, to save its memory, gradients are computed a second time where they have to
+be scaled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
 from trainer.clipping import total_norm
 from trainer.device_lanes import Lane
 from trainer.gradients import PlacedSum
-from trainer.head import head_backward
 from trainer.model.stages import Stage
 from trainer.pipeline.feeding import BaseImages, Brought, Parameters, StagedImage, StateTiles
+from trainer.pipeline.gradients import GradientBank
+from trainer.pipeline.graphs import HeadWork
 from trainer.pipeline.measuring import Measures, Told
 from trainer.pipeline.pipeline import Pipeline
 from trainer.pipeline.slots import Slot
@@ -36,7 +39,7 @@ from trainer.tokens import Tokens
 
 
 class PipelineStep:
-    """Step `step` on `batches`; `finish` stages the next version of every shard, or nothing.
+    """Step `step` on `batches`; `conclude` stages the next version of every shard, or nothing.
 
     staged: what the step before staged, where this one begins before it is committed.
     """
@@ -58,10 +61,13 @@ class PipelineStep:
         self._mode = model.options.grad_clip_mode
         self._base = BaseImages(pipeline.shapes, pipeline.images, staged=staged)
         self._is_ahead = staged is not None
+        # What becomes resident while a step is under way is so from the next one on.
+        self._residents = dict(pipeline.residents)
         self._names = [stage.name for stage in model.owners()]
         self._backward = list(reversed(self._names))
         self._tied_sum: tuple[Slot, PlacedSum] | None = None
         self._updates_at_once = True
+        self._known_scale: Tensor | None = None
 
     def settle(self, txn: ShardTransaction) -> bool:
         """Take the transaction's base; False where this step began from another one."""
@@ -80,14 +86,17 @@ class PipelineStep:
         with self._clock.measure("forward_kernel_seconds"):
             self._hidden = self._forward()
 
-    def finish(self, txn: ShardTransaction, order: StepOrder) -> StepResult | None:
-        """Do the rest of the step, whose base is settled; None when something is not finite.
+    @property
+    def may_be_final(self) -> bool:
+        """Say whether `go_back` asked for updates that stay unless the norm is above the limit."""
+        return self._updates_at_once
 
-        Every update is asked for when this returns; what the sealer was given may be on its way.
-        """
+    def go_back(self, txn: ShardTransaction, order: StepOrder) -> None:
+        """Do the head and the replay, with the updates that need not wait; the base is settled."""
         assert order.step == self.step
         self._order = order
-        self._measures = Measures(self._model.options.max_grad_norm * order.grad_norm_scale)
+        max_norm = self._model.options.max_grad_norm * order.grad_norm_scale
+        self._measures = Measures(max_norm, self._pipeline.told)
         self._updates_at_once = self._mode != "global" or not self._pipeline.clipped_last
         self._pipeline.step_number.fill_(float(order.step))
         self._lanes.wait(Lane.UPDATE, self._lanes.mark(Lane.COMPUTE))
@@ -96,12 +105,23 @@ class PipelineStep:
             gradients = self._head()
         with self._clock.measure("backward_kernel_seconds"):
             self._replay(gradients)
-            told = self._measures.read(self._names, clips_model=self._mode == "global")
+        clips_model = self._mode == "global"
+        self._measures.send(self._names, self._lanes, clips_model=clips_model)
+
+    def conclude(self, txn: ShardTransaction, again: Callable[[], None]) -> StepResult | None:
+        """Read loss and norms, and make what updates are missing; None when one is not finite.
+
+        Every update is asked for when this returns; what the sealer was given may be on its way.
+        again: called before updates that were made are dropped.
+        """
+        with self._clock.measure("backward_kernel_seconds"):
+            told = self._measures.read(self._names, self._lanes)
         if not told.is_finite:
+            again()
             self._drop(txn)
             return None
         with self._clock.measure("optimizer_math_seconds"):
-            self._clip(txn, told)
+            self._clip(txn, told, again)
         self._count()
         return self._result(told)
 
@@ -114,24 +134,35 @@ class PipelineStep:
         self._base.forget()
         del self._updates  # it knows this step, and the two would wait for garbage collection
 
-    def _clip(self, txn: ShardTransaction, told: Told) -> None:
+    def _clip(self, txn: ShardTransaction, told: Told, again: Callable[[], None]) -> None:
         """Make the updates that had to wait, or those again that should have."""
         if self._mode != "global":
             return
         clipped = told.scale < 1.0
         if clipped and self._updates_at_once:
+            again()
             self._drop(txn)
             self._bring_residents()
             self._updates = self._open_updates(txn)
         if clipped or not self._updates_at_once:
-            self._update_from_bank()
+            if self._pipeline.bank is None:
+                self._compute_again()
+            else:
+                self._update_from_bank(self._pipeline.bank)
         self._pipeline.clipped_last = clipped
+
+    def _compute_again(self) -> None:
+        """Take the gradients a second time, now that their scale is known, and update at once."""
+        self._known_scale = self._measures.scales["model"]
+        self._updates_at_once = True
+        self.begin()
+        self._replay(self._head())
 
     # The passes
 
     def _bring_residents(self) -> None:
         """Bring resident stages in again where they do not hold the base."""
-        for name, resident in self._pipeline.residents.items():
+        for name, resident in self._residents.items():
             addresses = self._base.address(f"params/{name}"), self._base.address(f"optim/{name}")
             if not resident.holds(self.step - 1, addresses):
                 resident.step = None
@@ -144,7 +175,7 @@ class PipelineStep:
 
     def _feed(self, order: Sequence[str]) -> Parameters:
         pipeline = self._pipeline
-        return Parameters(self._lanes, self._base, pipeline.params, pipeline.residents, order)
+        return Parameters(self._lanes, self._base, pipeline.params, self._residents, order)
 
     def _open_updates(self, txn: ShardTransaction) -> Updates:
         pipeline = self._pipeline
@@ -153,13 +184,14 @@ class PipelineStep:
             lanes=self._lanes,
             base=self._base,
             images=pipeline.images,
-            tiles=StateTiles(self._lanes, self._base, pipeline.tiles, pipeline.residents, order),
+            tiles=StateTiles(self._lanes, self._base, pipeline.tiles, self._residents, order),
             sealer=pipeline.sealer,
             txn=txn,
             shapes=pipeline.shapes,
-            residents=pipeline.residents,
+            residents=self._residents,
             apply=self._apply,
             step=self.step,
+            urgent=frozenset(self._names[:1]),
         )
 
     def _forward(self) -> list[Tensor]:
@@ -188,23 +220,23 @@ class PipelineStep:
         brought = self._params.next(head.name)
         slot, total = self._open_sum(head.name)
         with self._lanes.on(Lane.COMPUTE, f"head {head.name}"):
-            found = head_backward(
-                head,
+            self._measures.loss_sum, gradients = self._pipeline.passes.head(
+                HeadWork(
+                    stage=head,
+                    valid_tokens=sum(batch.valid_count for batch in batches),
+                    chunk_tokens=model.options.lm_head_chunk_tokens,
+                ),
                 self._weights(head, brought),
                 self._hidden,
                 [batch.labels for batch in batches],
-                valid_tokens=sum(batch.valid_count for batch in batches),
-                chunk_tokens=model.options.lm_head_chunk_tokens,
-                total=total,
+                total,
             )
-        self._measures.loss_sum = found.loss_sum
-        self._hidden.clear()
         if model.tied:
             self._tied_sum = (slot, total)
             self._params.give_back(brought, Lane.COMPUTE)
         else:
             self._finish(head.name, brought, slot, total)
-        return list(found.hidden)
+        return gradients
 
     def _replay(self, gradients: list[Tensor]) -> None:
         """Compute each stage again from what went into it, and go back through it."""
@@ -252,13 +284,16 @@ class PipelineStep:
         """Take a stage's norms, then update it now, or bank its gradients for later."""
         pipeline, shape = self._pipeline, self._pipeline.shapes[name]
         norms = self._measures.take_norms(name, total.gradients)
-        if self._mode == "global":
-            pipeline.bank.keep(name, shape, slot.buffer, half=total.fits_half)
+        bank = pipeline.bank if self._mode == "global" else None
+        if bank is not None:
+            bank.keep(name, shape, slot.buffer, half=total.fits_half)
         if not self._updates_at_once:
             self._params.give_back(brought, Lane.COMPUTE)
-            pipeline.gradients.give_back(slot, pipeline.bank.lane)
+            pipeline.gradients.give_back(slot, bank.lane if bank else Lane.COMPUTE)
             return
-        if self._mode == "shard":
+        if self._known_scale is not None:
+            slot.buffer[: shape.count].mul_(self._known_scale)
+        elif self._mode == "shard":
             slot.buffer[: shape.count].mul_(self._measures.scale_of(name, total_norm([norms])))
         self._updates.update(brought, slot.buffer, self._lanes.mark(Lane.COMPUTE))
         self._params.give_back(brought, Lane.OUT)
@@ -266,10 +301,10 @@ class PipelineStep:
 
     def _after(self, lane: Lane) -> Lane:
         """Give the lane that is last to use a gradient slot: the bank's copy out may be later."""
-        host = self._mode == "global" and self._pipeline.bank.lane is Lane.OUT
-        return Lane.OUT if host else lane
+        bank = self._pipeline.bank if self._mode == "global" else None
+        return Lane.OUT if bank is not None and bank.lane is Lane.OUT else lane
 
-    def _update_from_bank(self) -> None:
+    def _update_from_bank(self, bank: GradientBank) -> None:
         """Update every stage from the base with gradients that are known and scaled."""
         pipeline, scale = self._pipeline, self._measures.scales["model"]
         self._params = self._feed(self._backward)
@@ -278,7 +313,7 @@ class PipelineStep:
             brought = self._params.next(name)
             shape = pipeline.shapes[name]
             slot = pipeline.gradients.take(Lane.UPDATE)
-            pipeline.bank.bring(name, shape, slot.buffer)
+            bank.bring(name, shape, slot.buffer)
             with self._lanes.on(Lane.UPDATE):
                 slot.buffer[: shape.count].mul_(scale)
             self._updates.update(brought, slot.buffer, None)
@@ -288,10 +323,11 @@ class PipelineStep:
     def _drop(self, txn: ShardTransaction) -> None:
         """Drop what was staged and should not have been."""
         self._pipeline.sealer.drain()
-        self._lanes.arrive(self._lanes.mark(Lane.OUT, for_host=True))
+        for lane in (Lane.OUT, Lane.OUT_LATER):
+            self._lanes.arrive(self._lanes.mark(lane, for_host=True))
         for shard in self._updates.staged:
             txn.discard(shard)
-        for name, resident in self._pipeline.residents.items():
+        for name, resident in self._residents.items():
             if f"params/{name}" in self._updates.staged:
                 resident.step = None
 
@@ -328,8 +364,8 @@ class PipelineStep:
             tokens=sum(batch.ids.numel() for batch in self._batches),
             valid_tokens=valid_tokens,
             updated_shards=len(self._backward),
-            max_active_param_shards=len(pipeline.params) + len(pipeline.residents),
-            max_active_optimizer_shards=len(pipeline.tiles) + len(pipeline.residents),
+            max_active_param_shards=len(pipeline.params) + len(self._residents),
+            max_active_optimizer_shards=len(pipeline.tiles) + len(self._residents),
             shard_norms=told.shard_norms,
             timings=dict(self._clock.seconds),
         )

@@ -43,7 +43,11 @@ class TileTensors:
 
 @dataclass(kw_only=True)
 class Updates:
-    """Updates the stages of one step. `apply` is the rule with the step's numbers."""
+    """Updates the stages of one step. `apply` is the rule with the step's numbers.
+
+    What a resident stage writes out may come later than what a slot waits for, except where the
+    stage is `urgent`: the commit waits for the digest of its objects.
+    """
 
     lanes: Lanes
     base: BaseImages
@@ -55,12 +59,14 @@ class Updates:
     residents: Mapping[str, Resident]
     apply: Callable[[TileTensors], None]
     step: int
+    urgent: frozenset[str] = frozenset()
     staged: dict[str, StagedImage] = field(default_factory=dict)
 
     def update(self, brought: Brought, gradients: Tensor, ready: Mark | None) -> None:
         """Ask for a stage's update behind `ready`; when OUT comes to its end it is staged."""
         name, shape = brought.name, self.shapes[brought.name]
         resident = self.residents.get(name)
+        out = Lane.OUT if resident is None or name in self.urgent else Lane.OUT_LATER
         staged = self._stage(f"params/{name}"), self._stage(f"optim/{name}")
         targets = (
             self.images.elements(staged[0], shape.params),
@@ -75,14 +81,14 @@ class Updates:
             assert state is not None
             with self.lanes.on(Lane.UPDATE, f"update {name}"):
                 self.apply(_tensors(shape, tile, brought.buffer, gradients, state, resident))
-            self.lanes.wait(Lane.OUT, self.lanes.mark(Lane.UPDATE))
-            with self.lanes.on(Lane.OUT, f"write {name}"):
+            self.lanes.wait(out, self.lanes.mark(Lane.UPDATE))
+            with self.lanes.on(out, f"write {name}"):
                 _copy_out(tile, brought.buffer, state, targets, whole=resident is not None)
             if slot is not None:
                 self.tiles.give_back(slot)
         if resident is not None:
             resident.holds_staged(self.step, *staged)
-        self.sealer.seal(self.lanes.mark(Lane.OUT, for_host=True), staged)
+        self.sealer.seal(out, staged)
 
     def _stage(self, shard: str) -> StagedShard:
         staged = self.txn.stage(shard, like=self.base.view(shard))
