@@ -17,7 +17,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -155,27 +154,24 @@ def load_afresh(folder: Path, ids_T: Tensor, loader: str, plan: Any = None) -> L
     plan: what a loader needs to know, as JSON can hold it: `stages` the model and where each tensor
     goes, `llama.cpp` the tokenizer that the file should have.
     """
-    with tempfile.TemporaryDirectory(prefix="export-check-") as name:
-        exchange = Path(name)
-        np.save(exchange / "ids.npy", ids_T.numpy())
-        (exchange / "plan.json").write_text(json.dumps(plan))
-        command = [sys.executable, "-m", "export.verify_cli", str(folder), str(exchange), loader]
-        answer = subprocess.run(
-            [*command, str(torch.get_num_threads())],
-            env=_offline_environment(),
-            cwd=exchange,
-            capture_output=True,
-            text=True,
-            check=False,
+    threads = str(torch.get_num_threads())
+    answer = subprocess.run(
+        [sys.executable, "-m", "export.verify_cli", str(folder.absolute()), loader, threads],
+        input=json.dumps({"ids": ids_T.tolist(), "plan": plan}).encode(),
+        env=_offline_environment(),
+        cwd=_sources(),
+        capture_output=True,
+        check=False,
+    )
+    if answer.returncode != 0:
+        said = answer.stderr.decode(errors="replace").strip()[-TAIL_CHARACTERS:]
+        raise VerificationError(
+            f"a fresh process with {loader} cannot load the package (exit code"
+            f" {answer.returncode}): {said}"
         )
-        if answer.returncode != 0:
-            said = answer.stderr.strip()[-TAIL_CHARACTERS:]
-            raise VerificationError(
-                f"a fresh process with {loader} cannot load the package (exit code"
-                f" {answer.returncode}): {said}"
-            )
-        facts = json.loads((exchange / "facts.json").read_text())
-        logits = torch.from_numpy(np.load(exchange / "logits.npy"))
+    told, _, values = answer.stdout.partition(b"\n")
+    facts = json.loads(told)
+    logits = torch.from_numpy(np.frombuffer(values, dtype="<f4").reshape(facts["shape"]).copy())
     return Loaded(
         loader=loader,
         logits_TV=logits,
@@ -187,8 +183,7 @@ def load_afresh(folder: Path, ids_T: Tensor, loader: str, plan: Any = None) -> L
 
 
 def _offline_environment() -> dict[str, str]:
-    sources = str(Path(__file__).resolve().parent.parent)
-    paths = [sources, *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(_sources()), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
@@ -199,3 +194,7 @@ def _offline_environment() -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_VISIBLE_DEVICES": "",
     }
+
+
+def _sources() -> Path:
+    return Path(__file__).resolve().parent.parent
