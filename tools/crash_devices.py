@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import gc
 import os
 import random
 import shutil
@@ -46,6 +47,7 @@ SMALL_BYTES = 8 << 20
 STEP_BYTES = 8 << 10
 FREE_BYTES_MAX = 512 << 10
 CUT_SECONDS = 0.4
+UNMOUNT_ATTEMPTS = 50
 
 
 class SkippedError(Exception):
@@ -64,7 +66,18 @@ def mounted(place: Path, words: Sequence[str]) -> Iterator[Path]:
     try:
         yield place
     finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
+        _unmount(place)
+
+
+def _unmount(place: Path) -> None:
+    """Unmount for certain: a second mount of a file that is still mounted would show two disks."""
+    for _ in range(UNMOUNT_ATTEMPTS):
+        gc.collect()  # views of objects map their files
+        if subprocess.run(["umount", str(place)], capture_output=True, check=False).returncode == 0:
+            return
+        time.sleep(0.1)
+    subprocess.run(["umount", "-l", str(place)], check=True)
+    raise AssertionError(f"{place} stayed in use: what follows would say nothing")
 
 
 # Power
