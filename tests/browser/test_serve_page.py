@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -115,6 +116,19 @@ def test_seeing_the_run(tab: Tab, server: ByteServer) -> None:
     assert tab.run("document.getElementById('tab-write').hidden") is False
     assert tab.run("document.getElementById('model').value").startswith("primary@")
     check_quiet(tab, server)
+
+
+def test_is_a_key_asked_for(tab: Tab, tmp_path: Path) -> None:
+    with byte_server(small_store(tmp_path / "run"), script, api_keys=["secret"]) as guarded:
+        tab.open(f"{guarded.url}/#write")
+        tab.wait_for("!document.getElementById('key-form').hidden")
+        fill(tab, "key", "secret")
+        tab.run("document.getElementById('key-form').requestSubmit()")
+        tab.wait_for("document.querySelectorAll('#models option').length > 0")
+        assert tab.run("document.getElementById('key-form').hidden") is True
+        assert tab.hosts >= {f"127.0.0.1:{guarded.port}"}
+    tab.console.clear()
+    tab.hosts.clear()
 
 
 def test_is_a_failure_shown(tab: Tab, server: ByteServer) -> None:
