@@ -7,6 +7,7 @@ resident training; kills some of them and goes on; and breaks some on purpose, w
     python -m tools.exactness              the whole matrix, on the CPU
     python -m tools.exactness --sample     few cells, in which every pair of values occurs
     python -m tools.exactness --device cuda --jobs 14 --out exactness.json
+    python -m tools.exactness --device cuda:0,cuda:1 --jobs 30       take turns on two GPUs
 
 An interrupt lets the runs in work end, tells what was found, and removes what was written.
 
@@ -17,13 +18,13 @@ not noticed, or not everything was run; 2 usage; 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
 import platform
 import random
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -47,6 +48,7 @@ from tools.exactness_findings import (
     run_kill,
     run_kill_control,
 )
+from tools.exactness_killed import leave_signals_to_parent
 from tools.exactness_runs import Places, resident_trace, write_data
 
 RAM_DISK = "/dev/shm"
@@ -116,28 +118,23 @@ def examine(arguments: argparse.Namespace, places: Places, progress: Progress) -
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tools.exactness_findings"])
     random.Random(arguments.seed).shuffle(cells)
-    pool_of = ProcessPoolExecutor(
-        arguments.jobs,
-        mp_context=context,
-        initializer=signal.signal,
-        initargs=(signal.SIGINT, signal.SIG_IGN),
-    )
-    with pool_of as pool:
-        found, broken = _train_cells(pool, cells, places, arguments.device, progress)
+    with ProcessPoolExecutor(
+        arguments.jobs, mp_context=context, initializer=leave_signals_to_parent
+    ) as pool:
+        found, broken = _train_cells(pool, cells, places, arguments.device.split(","), progress)
     by_cell = {each.cell: each for each in found}
     count = min(arguments.kills, KILLS_IN_SAMPLE) if arguments.sample else arguments.kills
     victims = [by_cell[c] for c in _victims(cells, arguments.seed, count) if c in by_cell]
+    devices = itertools.cycle(arguments.device.split(","))
     with ThreadPoolExecutor(arguments.jobs) as threads:
         kills = [
             threads.submit(
-                run_kill, context, each.cell, places, arguments.device, arguments.seed, each.shards
+                run_kill, context, each.cell, places, next(devices), arguments.seed, each.shards
             )
             for each in victims
         ]
         others = [
-            threads.submit(
-                run_kill_control, context, each.cell, places, arguments.device, each.shards
-            )
+            threads.submit(run_kill_control, context, each.cell, places, next(devices), each.shards)
             for each in victims[:KILLS_IN_SAMPLE]
         ]
         killed = _gathered("killed and gone on", [*kills, *others], progress)
@@ -151,22 +148,23 @@ def examine(arguments: argparse.Namespace, places: Places, progress: Progress) -
 
 
 def _train_cells(
-    pool: Executor, cells: list[Cell], places: Places, device: str, progress: Progress
+    pool: Executor, cells: list[Cell], places: Places, names: list[str], progress: Progress
 ) -> tuple[list[CellFinding], list[ControlFinding]]:
     """Train the references, then what is compared with them."""
+    devices = itertools.cycle(names)
     broken_cells = [cell for _, cell in controls()]
     references = sorted({cell.reference for cell in [*cells, *broken_cells]})
-    resident = [pool.submit(resident_trace, each, places.data, device) for each in references]
+    resident = [pool.submit(resident_trace, r, places.data, next(devices)) for r in references]
     _gathered("resident runs", resident, progress)
     made = [each for each in zip(references, resident, strict=True) if not each[1].cancelled()]
     traces = {reference: future.result() for reference, future in made}
     wanted: list[Future[Any]] = [
-        pool.submit(run_control, control, cell, places, device, traces[cell.reference])
+        pool.submit(run_control, control, cell, places, next(devices), traces[cell.reference])
         for control, cell in controls()
         if cell.reference in traces
     ]
     wanted += [
-        pool.submit(run_cell, cell, places, device, traces[cell.reference])
+        pool.submit(run_cell, cell, places, next(devices), traces[cell.reference])
         for cell in cells
         if cell.reference in traces
     ]
@@ -223,7 +221,9 @@ def _arguments() -> argparse.Namespace:
         epilog=rest,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--device", default="cpu", help="where stages compute: cpu, cuda, cuda:N")
+    parser.add_argument(
+        "--device", default="cpu", help="where stages compute: cpu, cuda, cuda:0,cuda:1"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--out", help="a JSON file for everything that was found")
     parser.add_argument("--sample", action="store_true", help="a covering sample of the cells")

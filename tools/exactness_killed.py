@@ -80,6 +80,11 @@ def killed(
         places.remove()
 
 
+def leave_signals_to_parent() -> None:
+    """Let an interrupt of the whole group end the process that waits for this one, alone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def _run(context: ForkServerContext, given: Given, kill: Kill | None) -> int:
     """Run `train` in a process; give its exit code, -9 when it was killed."""
     reading, writing = context.Pipe(duplex=False)
@@ -108,7 +113,7 @@ def _watch(lines: TextIO, end: Any, kill: Kill | None) -> None:
 
 def _train(given: dict[str, Any], writing: Connection) -> None:
     """Be the command: steps go to the pipe, everything else nowhere; who waits ends it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_signals_to_parent()
     os.dup2(writing.fileno(), 1)
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 2)
