@@ -64,6 +64,7 @@ bench: $(VENV)/.installed-test ## Measure the store beside its peers (BENCH_DIR:
 	@$(BIN)/python -m tools.bench.store_copy --source $(BENCH_DIR) --target $(BENCH_DIR)
 	@$(BIN)/python -m tools.bench.long_history --dir $(BENCH_DIR)
 	@$(BIN)/python -m tools.bench.engine_overhead
+	@$(BIN)/python -m tools.bench.serve_resident
 
 import-real: $(VENV)/.installed-test ## Import real models and compare (SHARDB_DATA: corpora and models)
 	@$(BIN)/python -m tools.import_real $(IMPORT_ARGS)
