@@ -62,6 +62,7 @@ class Arm:
         options = ["--arm", kind, "--dir", str(folder), "--vocab", str(args.vocab)]
         options += ["--dtype", args.dtype, "--threads", str(args.threads)]
         options += ["--limit-mib", str(args.limit_mib), "--speculation", str(args.speculation)]
+        self._is_limited = args.limit_mib > 0
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tools.bench.serve_streamed", *options],
             stdin=subprocess.PIPE,
@@ -85,6 +86,8 @@ class Arm:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
+        if self._is_limited:
+            limit_group(self._process.pid).rmdir()
 
 
 def answer_commands(commands: dict[str, Command]) -> None:
@@ -209,12 +212,16 @@ def theirs(args: argparse.Namespace) -> None:
     answer_commands({"static": static})
 
 
+def limit_group(process_id: int) -> Path:
+    """Give the folder of a process's own control group, below the one that this tool is in."""
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    line = next(text for text in lines if ":memory:" in text)
+    return CGROUPS / line.split(":", 2)[2].lstrip("/") / f"serve-bench-{process_id}"
+
+
 def enter_limit(limit_mib: int) -> None:
     """Put this process into a memory control group of its own."""
-    line = next(
-        text for text in Path("/proc/self/cgroup").read_text().splitlines() if ":memory:" in text
-    )
-    group = CGROUPS / line.split(":", 2)[2].lstrip("/") / f"serve-bench-{os.getpid()}"
+    group = limit_group(os.getpid())
     group.mkdir()
     (group / "memory.limit_in_bytes").write_text(str(limit_mib << 20))
     (group / "cgroup.procs").write_text(str(os.getpid()))
