@@ -87,9 +87,9 @@ def leases(store: Path) -> set[str]:
         return opened.leases.leased_commits()
 
 
-def heard(server: Running, count: int) -> Any:
+def heard(server: Running, count: int, **more: Any) -> Any:
     """Begin a long stream, and read until its first events have come."""
-    opened = server.open("/v1/completions", LONG)
+    opened = server.open("/v1/completions", {**LONG, **more})
     data = b""
     while data.count(b"data: ") < count:
         data += opened.recv(4096)
@@ -114,7 +114,7 @@ def test_does_a_signal_let_answers_finish(store: Path) -> None:
 
 def test_does_time_to_drain_end(store: Path) -> None:
     with running(store, "--drain-seconds", "0", "--max-resident-bytes", "0") as server:
-        opened = heard(server, 1)
+        opened = heard(server, 1, n=48)  # far more than is written in the time to drain
         server.process.send_signal(signal.SIGINT)
         code, err = server.end()
         assert code == 130, err
