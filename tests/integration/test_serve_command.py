@@ -19,9 +19,9 @@ import shardb
 from serve.cli import HELP, command
 from tests.support.byte_model import END_ID, VOCAB_SIZE, byte_tokenizer, ids_of
 from tests.support.commands import REPOSITORY
-from tests.support.damage import flip_bit, object_of
 from tests.support.http_client import HttpClient, read_all
 from tests.support.scripted_store import followers_of, write_scripted_store
+from tests.support.small_stores import flip_bit, object_of
 from trainer.command_cli import answer, new_app
 
 LONG = {"model": "primary", "prompt": "ab", "max_tokens": 700, "stream": True, "temperature": 0}
