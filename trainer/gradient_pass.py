@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from shardb import ShardView
 from trainer.backward import StageGradients, replay_backward
 from trainer.clipping import tensor_norms, total_norm
 from trainer.errors import GradientOverflowError, NonFiniteError
@@ -32,8 +32,10 @@ class GradientPass:
 
     loss_scale: the loss is multiplied by it before the backward pass, so that fp16 gradients do not
     underflow; a power of two, so that taking it out again is exact. factors: what each shard's
-    gradients are multiplied by, 1 where none is given.
+    gradients are multiplied by, 1 where none is given. kind: of the shards that have gradients.
     """
+
+    kind: ClassVar[str] = "params"
 
     def __init__(
         self,
@@ -68,7 +70,7 @@ class GradientPass:
             keep_activations=model.options.activations == "keep",
         )
         with self._window.take(f"params/{model.head.name}") as view:
-            found = self._head(view, tapes, batches)
+            found = self._head(bring_in(model.head, view, self._compute), tapes, batches)
             if not model.tied:
                 # Nothing here names what is handed out: who takes gradients is their only holder.
                 yield self._finished(
@@ -84,8 +86,9 @@ class GradientPass:
         """Give the norm over the model, tensors in forward order."""
         return total_norm([self.norms[stage.name] for stage in self._model.owners()])
 
-    def _head(self, view: ShardView, tapes: list[Tape], batches: Sequence[Tokens]) -> HeadGradients:
-        params = bring_in(self._model.head, view, self._compute)
+    def _head(
+        self, params: Mapping[str, Tensor], tapes: list[Tape], batches: Sequence[Tokens]
+    ) -> HeadGradients:
         valid_tokens = sum(batch.valid_count for batch in batches)
         with self._compute.clock.measure("head_kernel_seconds"):
             found = head_backward(
@@ -111,7 +114,7 @@ class GradientPass:
                 for gradient in ready.gradients.values():
                     gradient.mul_(multiplier)
         try:
-            self.norms[name] = tensor_norms(f"params/{name}", ready.gradients)
+            self.norms[name] = tensor_norms(f"{self.kind}/{name}", ready.gradients)
         except NonFiniteError as error:
             if self._loss_scale > 1.0:
                 raise GradientOverflowError(

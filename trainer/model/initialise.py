@@ -20,12 +20,12 @@ def fill_initial(stage: Stage, seed: int, targets: Mapping[str, Tensor]) -> None
     deviation = stage.config.initializer_range
     for name, parameter in stage.parameters.items():
         if parameter.initial == "normal":
-            targets[name].normal_(0.0, deviation, generator=_generator(seed, stage.name, name))
+            targets[name].normal_(0.0, deviation, generator=generator_of(seed, stage.name, name))
         else:
             targets[name].fill_(1.0 if parameter.initial == "ones" else 0.0)
 
 
-def _generator(seed: int, stage_name: str, tensor_name: str) -> torch.Generator:
+def generator_of(seed: int, stage_name: str, tensor_name: str) -> torch.Generator:
     """Seed by digest: neighbouring seeds or names share no stream."""
     digest = hashlib.sha256(f"{seed}\n{stage_name}\n{tensor_name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
