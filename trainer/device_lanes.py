@@ -27,6 +27,7 @@ class Lane(StrEnum):
     """What runs where. COMPUTE is the lane of everything that names none."""
 
     COMPUTE = "compute"
+    TOKENS_IN = "tokens in"
     PARAMS_IN = "parameters in"
     STATE_IN = "state in"
     UPDATE = "update"

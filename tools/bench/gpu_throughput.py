@@ -81,7 +81,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 512,
     },
 }
-WARM_STEPS = 4
+WARM_STEPS = 7
 
 
 class Resident(ResidentTrainer):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.device_lanes import Lane
 from trainer.errors import InputError
 from trainer.pipeline.feeding import UnknownLayoutError
 from trainer.pipeline.pipeline import Pipeline
@@ -85,10 +86,17 @@ class PipelineCourse:
         rows = next_rows()
         if rows is None:
             return
+        lanes = self._pipeline.lanes
         try:
-            tokens = self._tokens(rows)
+            # In a lane of their own: elsewhere the host would wait for all that is asked for.
+            with lanes.on(Lane.TOKENS_IN, "tokens"):
+                tokens = self._tokens(rows)
         except InputError:
             return  # it is told when that step is asked for: this one is good
+        lanes.wait(Lane.COMPUTE, lanes.mark(Lane.TOKENS_IN))
+        for batch in tokens:
+            lanes.hold(batch.ids, Lane.COMPUTE)
+            lanes.hold(batch.labels, Lane.COMPUTE)
         ahead = PipelineStep(self._pipeline, step.step + 1, tokens, step.staged())
         ahead.begin()
         self._ahead = _Ahead(step=ahead, rows=rows)

@@ -28,10 +28,11 @@ class UnknownLayoutError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagedImage:
-    """Where a step put the next version of a shard."""
+    """Where a step put the next version of a shard, good once `written` is reached."""
 
     elements: Tensor
     address: int
+    written: Mark | None
 
 
 class BaseImages:
@@ -74,6 +75,11 @@ class BaseImages:
         """Let go of the base: its images are free for reuse when nobody holds them."""
         self._views.clear()
         self._staged.clear()
+
+    def written(self, shard: str) -> Mark | None:
+        """Give the mark behind which a shard may be read; None for one that is committed."""
+        staged = self._staged.get(shard)
+        return None if staged is None else staged.written
 
     def address(self, shard: str) -> int:
         """Give where a shard of the base lies."""
@@ -145,6 +151,7 @@ class Parameters:
             name = self._coming.popleft()
             source = self._base.elements(f"params/{name}")
             slot = self._ring.take(Lane.PARAMS_IN)
+            self._lanes.wait(Lane.PARAMS_IN, self._base.written(f"params/{name}"))
             with self._lanes.on(Lane.PARAMS_IN, f"parameters {name}"):
                 slot.buffer[: source.numel()].copy_(source, non_blocking=True)
             self._ahead.append((name, slot, self._lanes.mark(Lane.PARAMS_IN)))

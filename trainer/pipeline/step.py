@@ -60,7 +60,6 @@ class PipelineStep:
         self._compute = model.compute(self._clock)
         self._mode = model.options.grad_clip_mode
         self._base = BaseImages(pipeline.shapes, pipeline.images, staged=staged)
-        self._is_ahead = staged is not None
         # What becomes resident while a step is under way is so from the next one on.
         self._residents = dict(pipeline.residents)
         self._names = [stage.name for stage in model.owners()]
@@ -75,10 +74,7 @@ class PipelineStep:
 
     def begin(self) -> None:
         """Do the forward pass; ask for it, rather: the device may be at it when this returns."""
-        if self._is_ahead:
-            # What the step before writes out is read again here, and resident stages as it
-            # leaves them.
-            self._lanes.wait(Lane.PARAMS_IN, self._lanes.mark(Lane.OUT))
+        if self._residents:  # as the step before leaves them
             self._lanes.wait(Lane.COMPUTE, self._lanes.mark(Lane.UPDATE))
         self._bring_residents()
         trunk = [stage.name for stage in self._model.trunk]
@@ -167,6 +163,8 @@ class PipelineStep:
             if not resident.holds(self.step - 1, addresses):
                 resident.step = None
                 self._lanes.wait(Lane.PARAMS_IN, self._lanes.mark(Lane.COMPUTE))
+                for kind in ("params", "optim"):
+                    self._lanes.wait(Lane.PARAMS_IN, self._base.written(f"{kind}/{name}"))
                 with self._lanes.on(Lane.PARAMS_IN, f"resident {name}"):
                     resident.params.copy_(self._base.elements(f"params/{name}"), non_blocking=True)
                     resident.state.copy_(self._base.elements(f"optim/{name}"), non_blocking=True)
@@ -349,10 +347,11 @@ class PipelineStep:
         pipeline.steps_done += 1
         if pipeline.steps_done == 1:
             pipeline.passes.may_record = pipeline.settings.records_passes
-            if pipeline.settings.vram_budget_bytes is not None:
+        if pipeline.settings.vram_budget_bytes is not None:
+            if pipeline.steps_done in FORGETTING_STEPS:
                 self._model.device.forget_peak()
-        elif pipeline.steps_done == MEASURED_STEPS:
-            pipeline.fill_budget()
+            elif pipeline.steps_done in FILLING_STEPS:
+                pipeline.fill_budget()
 
     def _result(self, told: Told) -> StepResult:
         pipeline = self._pipeline
@@ -371,5 +370,6 @@ class PipelineStep:
         )
 
 
-# Compiling, recording and a step as every other is: then the peak says what there is room for.
-MEASURED_STEPS = 3
+# Steps that compile and record take more than the others. So the budget is filled with care first,
+# and again when nothing but plain steps was measured.
+FORGETTING_STEPS, FILLING_STEPS = (1, 4), (3, 6)

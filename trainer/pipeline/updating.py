@@ -72,8 +72,6 @@ class Updates:
             self.images.elements(staged[0], shape.params),
             self.images.elements(staged[1], shape.state),
         )
-        for each, elements in zip(staged, targets, strict=True):
-            self.staged[each.name] = StagedImage(elements=elements, address=address_of(each))
         self.lanes.wait(Lane.UPDATE, ready)
         for tile in shape.tiles:
             slot = None if resident else self.tiles.next(tile)
@@ -88,6 +86,11 @@ class Updates:
                 self.tiles.give_back(slot)
         if resident is not None:
             resident.holds_staged(self.step, *staged)
+        written = self.lanes.mark(out)
+        for each, elements in zip(staged, targets, strict=True):
+            self.staged[each.name] = StagedImage(
+                elements=elements, address=address_of(each), written=written
+            )
         self.sealer.seal(out, staged)
 
     def _stage(self, shard: str) -> StagedShard:
