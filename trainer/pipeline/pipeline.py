@@ -128,15 +128,14 @@ class Pipeline:
     def fill_budget(self) -> None:
         """After a measured step: let as many stages stay on the device as the budget has room for.
 
-        The embeddings come first: a step begins and ends with them. Then the last blocks, whose
-        copies out have the rest of the step to be made in.
+        The first ones come first: a replay ends and the next forward pass begins with them, and
+        while their copies out are still under way that pass needs nothing that has to come in.
         """
         budget = self.settings.vram_budget_bytes
         if budget is None:
             return
         spare = budget - self.model.device.peak_bytes() - self.settings.sizes.margin_bytes
-        first, *others = self.model.owners()
-        for stage in (first, *reversed(others)):
+        for stage in self.model.owners():
             needed = resident_bytes(self.shapes[stage.name])
             if stage.name not in self.residents and needed <= spare:
                 self.keep_resident([stage.name])

@@ -40,14 +40,14 @@ class Ring:
     ) -> None:
         self._lanes = lanes
         self._poison = poison
-        self._slots = [
+        self.slots = [
             Slot(torch.empty(count, dtype=dtype, device=device), f"{name} {index}")
             for index in range(slots)
         ]
-        self._free = deque(self._slots)
+        self._free = deque(self.slots)
 
     def __len__(self) -> int:
-        return len(self._slots)
+        return len(self.slots)
 
     @property
     def has_room(self) -> bool:
@@ -72,6 +72,6 @@ class Ring:
 
     def reset(self) -> None:
         """Count every slot as given back, after a step that did not come to its end."""
-        for slot in self._slots:
+        for slot in self.slots:
             slot.free = None
-        self._free = deque(self._slots)
+        self._free = deque(self.slots)
