@@ -20,6 +20,8 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +202,17 @@ def given_of(arguments: argparse.Namespace, folder: Path, active: Path, budget: 
     return given
 
 
+def resident_step(name: str, plan: Plan) -> Callable[[], object]:
+    """Make a resident arm; give what makes one of its steps, on a few steps' rows in turn."""
+    trainer = (
+        Recorded(plan)
+        if name == "recorded"
+        else Resident(plan, checkpointed=name == "checkpointed")
+    )
+    rows = cycle([rows_of(plan, step) for step in range(1, 5)])
+    return lambda: trainer.step(next(rows), plan.recipe.learning_rate)
+
+
 def measure(arguments: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
     """Make every arm, measure its memory, then time all of them in turn."""
     device = Device.from_name(arguments.device)
@@ -239,23 +252,7 @@ def measure(arguments: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
         if name not in arguments.arms.split(","):
             continue
 
-        def resident(name: str = name) -> Callable[[], object]:
-            checkpointed = name == "checkpointed"
-            trainer = (
-                Recorded(first.plan)
-                if name == "recorded"
-                else Resident(first.plan, checkpointed=checkpointed)
-            )
-            rows = [rows_of(first.plan, step) for step in range(1, 5)]
-            turn = [0]
-
-            def step() -> None:
-                turn[0] += 1
-                trainer.step(rows[turn[0] % len(rows)], arguments.learning_rate)
-
-            return step
-
-        add(name, resident)
+        add(name, partial(resident_step, name, first.plan))
     seconds: dict[str, list[list[float]]] = {name: [] for name in arms}
     for _ in range(arguments.rounds):
         for name, step in arms.items():
