@@ -69,11 +69,11 @@ class AdoptingTransaction:
             return self._txn.read(name)
         wanted = self._specs[name]
         if not name.startswith("params/"):
-            return _empty(name, wanted)
+            return empty_shard(name, wanted)
         view = self._txn.read(name)
         if dict(view.specs) == dict(wanted):
             return view
-        masters = _empty(name, wanted)
+        masters = empty_shard(name, wanted)
         imported = torch_adaptor.tensors(view)
         for tensor, target in torch_adaptor.tensors(masters).items():
             target.copy_(imported[tensor])
@@ -91,7 +91,7 @@ class AdoptingTransaction:
         self._staged.discard(name)
 
 
-def _empty(name: str, specs: Mapping[str, TensorSpec]) -> ShardView:
+def empty_shard(name: str, specs: Mapping[str, TensorSpec]) -> ShardView:
     """Make a shard of zeros in memory of its own, aligned as those of a store are."""
     layout = build(specs)
     memory = np.zeros(layout.size_bytes + PAGE_BYTES, dtype=np.uint8)

@@ -55,6 +55,7 @@ class Budget:
     placement_why: str = ""
     boundary_bytes: int = 0
     spill_bytes: int = 0
+    base_bytes: int = 0  # frozen shards: there is one copy, whatever is trained beside it
 
     @property
     def commit_bytes(self) -> int:
@@ -64,12 +65,15 @@ class Budget:
     @property
     def store_bytes(self) -> int:
         """The most that the store holds at a time."""
-        return (COPIES + self.snapshots) * self.commit_bytes + STORE_OVERHEAD_BYTES
+        trained_bytes = (COPIES + self.snapshots) * self.commit_bytes
+        return trained_bytes + self.base_bytes + STORE_OVERHEAD_BYTES
 
     @property
     def active_bytes(self) -> int:
         """The most that the active store holds at a time; 0 without one."""
-        return self.active_copies and self.active_copies * self.commit_bytes + STORE_OVERHEAD_BYTES
+        if not self.active_copies:
+            return 0
+        return self.active_copies * self.commit_bytes + self.base_bytes + STORE_OVERHEAD_BYTES
 
     @property
     def memory_bytes(self) -> int:
@@ -89,10 +93,10 @@ def budget_of(recipe: Recipe, settings: Settings, store: Path | None = None) -> 
         activations=activations,
         active_copies=settings.active_copies if settings.active else 0,
     )
-    return replace(without_disk, memory=_with_ram_disk(without_disk, settings, store))
+    return replace(without_disk, memory=with_ram_disk(without_disk, settings, store))
 
 
-def _with_ram_disk(budget: Budget, settings: Settings, store: Path | None) -> dict[str, int]:
+def with_ram_disk(budget: Budget, settings: Settings, store: Path | None) -> dict[str, int]:
     """Count what lies on a RAM disk as memory; images are then the files themselves."""
     held_bytes = 0
     if store is not None and is_ram_disk(store):

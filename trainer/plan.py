@@ -17,6 +17,7 @@ from trainer.errors import InputError
 from trainer.fit import fit
 from trainer.found import Found
 from trainer.inputs import Inputs, end_of_text_id, open_inputs, tokenizer_notes
+from trainer.lora.budget import adapter_budget
 from trainer.model.stored import SOURCE_SHARD
 from trainer.placement_choice import placed
 from trainer.prefetch import prefetch_of
@@ -71,6 +72,8 @@ def make_plan(found: Found, given: Given, notes: list[str]) -> Plan:
         plan = _plan_new(path, found, given, notes)
     else:
         plan = _plan_resumed(path, found, found.newest, given, notes)
+    if given.get("fit") and plan.recipe.lora is not None:
+        raise InputError("--fit is for training whole weights: give --micro-batch-size instead")
     if given.get("fit"):
         plan = _fitted(plan, given)
     _check_together(plan)
@@ -101,6 +104,11 @@ def _plan_new(path: Path, found: Found, given: Given, notes: list[str]) -> Plan:
     data_dir = _need_data_dir(given.get("data_dir"))
     imported = found.imported
     if imported is None:
+        if given.get("lora_rank"):
+            raise InputError(
+                "--lora-rank trains beside a model that was imported, and this store holds none:"
+                " begin with `import-hf PACKAGE --store STORE`"
+            )
         model = new_model(given, end_of_text_id(data_dir))
     else:
         refuse_other_model(given, imported.model)
@@ -206,6 +214,8 @@ def _fitted(plan: Plan, given: Given) -> Plan:
 
 
 def _budget(recipe: Recipe, settings: Settings, store: Path) -> Budget:
+    if recipe.lora is not None:
+        return adapter_budget(recipe, recipe.lora, settings, store)
     return placed(budget_of(recipe, settings, store), recipe, settings, store)
 
 

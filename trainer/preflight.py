@@ -25,6 +25,8 @@ from trainer.ceiling import DEVICE_COPY_BYTES, measure, step_flops
 from trainer.device import Device
 from trainer.errors import InputError
 from trainer.host_memory import machine_memory
+from trainer.lora.settings import LoraSettings
+from trainer.lora.walk import predicted_adapter_phases
 from trainer.recipe import Recipe, Settings
 from trainer.recipe_options import pinned_budget_bytes
 from trainer.report import published_steps
@@ -83,7 +85,7 @@ def preflight(
     device = Device.from_name(recipe.device)
     shape = step_shape(recipe, settings, budget.activations, budget.placement)
     lines = [
-        _vram(device, shape),
+        _vram(device, shape, recipe.lora),
         _boundaries(budget, device),
         _host_memory(budget),
         _page_locked(device, settings, budget),
@@ -119,11 +121,15 @@ def preflight_text(lines: Sequence[BudgetLine]) -> list[str]:
     return text
 
 
-def _vram(device: Device, shape: StepShape) -> BudgetLine:
+def _vram(device: Device, shape: StepShape, lora: LoraSettings | None) -> BudgetLine:
     memory = device.memory_bytes()
     if memory is None:
         return _line("device memory", 0, None, "not used: the run computes on the CPU", "")
-    phases = predicted_phases(shape)
+    phases = (
+        predicted_phases(shape)
+        if lora is None
+        else predicted_adapter_phases(shape, lora, is_host=False)
+    )
     fullest = max(phases, key=lambda phase: phases[phase])
     needed, free = phases[fullest], memory[0]
     text = f"{in_bytes(needed)} predicted, fullest in {fullest}; {in_bytes(free)} are free"

@@ -18,11 +18,13 @@ from typing import Any
 import xxhash
 
 from trainer.errors import InputError
+from trainer.lora.settings import QUANTS, LoraSettings
 from trainer.model.config import ModelConfig
 from trainer.model.stored import canonical_json
 from trainer.schedule import SHAPES, Schedule
 
 FORMAT = 1
+LORA_FIELDS = frozenset("lora_rank lora_alpha lora_targets lora_dropout base_quant".split())
 CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("fp32", "bf16", "fp16"),
     "master_weight_dtype": ("fp32", "bf16"),
@@ -38,6 +40,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "activations": ("auto", "keep", "recompute"),
     "device_pipeline": ("auto", "on", "off"),
     "gradient_placement": ("vram", "host", "recompute"),
+    "base_quant": QUANTS,
     "activation_placement": ("auto", "vram", "host", "spill"),
 }
 
@@ -87,11 +90,17 @@ class Recipe:
     guard_replay_lr_scales: tuple[float, ...] = (1.0, 0.5, 0.25)
     guard_replay_grad_norm_scales: tuple[float, ...] = (1.0, 0.75, 0.5)
     guard_replay_on_exhaust: str = "accept"
+    lora_rank: int = 0
+    lora_alpha: float = 16.0
+    lora_targets: tuple[str, ...] = ("q_proj", "v_proj")
+    lora_dropout: float = 0.0
+    base_quant: str = "none"
 
     def __post_init__(self) -> None:
         _check_choices(self)
         _check_numbers(self)
         _check_scales(self)
+        _check_adapters(self)
         if math.frexp(self.loss_scale)[0] != 0.5:
             raise InputError(
                 f"--loss-scale is {self.loss_scale:g}: give a power of two, so that taking it out"
@@ -126,13 +135,30 @@ class Recipe:
         )
 
     @property
+    def lora(self) -> LoraSettings | None:
+        """What adapters there are beside a frozen base; None where the weights are trained."""
+        if not self.lora_rank:
+            return None
+        return LoraSettings(
+            rank=self.lora_rank,
+            alpha=self.lora_alpha,
+            targets=self.lora_targets,
+            base_quant=self.base_quant,
+        )
+
+    @property
     def digest(self) -> str:
         """xxh3-128 of the canonical JSON, in hex."""
         return xxhash.xxh3_128_hexdigest(self.to_bytes())
 
     def to_bytes(self) -> bytes:
-        """Give canonical JSON: sorted keys, no spaces, so that equal recipes are equal bytes."""
+        """Give canonical JSON: sorted keys, no spaces, so that equal recipes are equal bytes.
+
+        Without adapters their fields are left out: recipes from before keep their bytes.
+        """
         values = _plain(self) | {"model": self.model.to_json(), "format": FORMAT}
+        if not self.lora_rank:
+            values = {k: v for k, v in values.items() if k not in LORA_FIELDS}
         return canonical_json(values)
 
     @classmethod
@@ -178,6 +204,7 @@ class Settings:
     async_shard_writes: bool = True
     max_pending_shard_writes: int = 4
     timing_sync_cuda: bool = False
+    poison_buffers: bool = False
     tensorboard: str | None = None
 
     def __post_init__(self) -> None:
@@ -224,6 +251,8 @@ _LIMITS: dict[str, tuple[float, float, bool]] = {
     "guard_replay_max_replays": (0, 1024, False),
     "guard_replay_loss_tolerance": (0.0, math.inf, False),
     "guard_replay_loss_tolerance_ratio": (0.0, math.inf, False),
+    "lora_rank": (0, 2**16, False),
+    "lora_alpha": (0.0, math.inf, True),
     "active_copies": (2, 64, False),
     "durable_every": (0, 2**53, False),
     "max_steps": (0, 2**53, False),
@@ -279,6 +308,20 @@ def _check_scales(recipe: Recipe) -> None:
                 f"{flag_of(name)} is {','.join(map(str, scales)) or 'empty'}: give numbers above 0"
                 " with commas between them, the first attempt's first"
             )
+
+
+def _check_adapters(recipe: Recipe) -> None:
+    if recipe.lora_dropout != 0:
+        raise InputError(
+            f"--lora-dropout is {recipe.lora_dropout}: set it to 0: a stage is computed twice in a"
+            " step and both must agree"
+        )
+    if recipe.lora is not None and recipe.master_weight_dtype != "fp32":
+        raise InputError("--master-weight-dtype: adapters are kept in fp32: leave it out")
+    if recipe.lora is None and recipe.base_quant != "none":
+        raise InputError(
+            f"--base-quant {recipe.base_quant} is for a frozen base: give --lora-rank too"
+        )
 
 
 def _plain(record: Recipe | Settings) -> dict[str, Any]:

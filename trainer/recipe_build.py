@@ -16,7 +16,7 @@ from typing import Any
 from trainer.errors import InputError
 from trainer.model.config import ModelConfig
 from trainer.model.presets import preset
-from trainer.recipe import Recipe, Settings, flag_of
+from trainer.recipe import LORA_FIELDS, Recipe, Settings, flag_of
 from trainer.recipe_flags import FLAGS, Scope, fields_of
 
 Given = Mapping[str, Any]
@@ -52,6 +52,8 @@ _NEEDS: Mapping[str, tuple[str, Any]] = MappingProxyType(
         "prefetch_optimizer_shards": ("prefetch_shards", "off"),
         "max_pending_shard_writes": ("async_shard_writes", False),
         "row_order": ("shuffle_train", False),
+        "poison_buffers": ("lora_rank", 0),
+        **dict.fromkeys(("lora_alpha", "lora_targets", "lora_dropout"), ("lora_rank", 0)),
         **{
             f"global_optimizer_{name}": ("global_optimizer_every", 0)
             for name in ("blend", "min_scale", "max_scale")
@@ -164,6 +166,7 @@ def new_run(
             "device": device,
             "threads": threads,
             "compile_blocks": given.get("compile_blocks", device.startswith("cuda")),
+            **_lora_given(given),
         }
     )
     return recipe, Settings(**settings_given(chosen))
@@ -199,6 +202,16 @@ def settings_given(given: Given) -> dict[str, Any]:
     return chosen
 
 
+def _lora_given(given: Given) -> dict[str, Any]:
+    chosen = {name: given[name] for name in LORA_FIELDS if name in given}
+    if isinstance(chosen.get("lora_targets"), str):
+        chosen["lora_targets"] = tuple(
+            part.strip() for part in chosen["lora_targets"].split(",") if part.strip()
+        )
+    # Recorded blocks are those of whole weights.
+    return chosen | ({"compile_blocks": False} if chosen.get("lora_rank") else {})
+
+
 def _training_given(given: Given) -> dict[str, Any]:
     chosen = {name: given[name] for name in fields_of(Scope.TRAINING) if name in given}
     for name in _SCALES:
@@ -228,7 +241,8 @@ def _refuse_fixed_changes(recipe: Recipe, settings: Settings, given: Given) -> N
     stored = {name: getattr(recipe.model, name) for name in fields_of(Scope.MODEL)}
     stored |= {"seed": recipe.seed, "seq_len": recipe.seq_len, "preset": settings.preset}
     # These decide what the stored shards hold.
-    stored |= {name: getattr(recipe, name) for name in _FORMS}
+    stored |= {name: getattr(recipe, name) for name in (*_FORMS, *sorted(LORA_FIELDS))}
+    given = {**given, **_lora_given(given)}
     for name, value in stored.items():
         if name in given and given[name] != value:
             raise InputError(

@@ -97,6 +97,11 @@ _FIXED = _flags(
     ("preset", str, "A named model; the flags below change its fields."),
     ("seed", int, "Decides the initial weights and the order of the data. Default: 0."),
     ("seq_len", int, "Tokens a row; checked against the data, which decides it."),
+    ("lora_rank", int, "Train adapters of this rank beside an imported, frozen base; 0: none."),
+    ("lora_alpha", float, "Adapters count alpha / rank times. Default: 16."),
+    ("lora_targets", str, "Modules with adapters, or all-linear. Default: q_proj,v_proj."),
+    ("lora_dropout", float, "Must be 0: recomputed activations have to be the same twice."),
+    ("base_quant", str, "Form of the frozen base: none (as imported) or nf4. Default: none."),
 )
 _TRAINING = _flags(
     Scope.TRAINING,
@@ -163,6 +168,7 @@ _SETTING = (
         ("async_shard_writes", bool, "Write shards in the background of the step."),
         ("max_pending_shard_writes", int, "Shards that may wait to be written."),
         ("timing_sync_cuda", bool, "Wait for the GPU around each timing: for diagnosis, slower."),
+        ("poison_buffers", bool, "Fill a frozen base's used buffers with NaN: for diagnosis."),
         ("tensorboard", str, "Folder for TensorBoard's event files, or off."),
     ),
     Flag(

@@ -23,6 +23,7 @@ from trainer.ceiling import Ceiling, ceiling_of
 from trainer.device import Device
 from trainer.engine import Engine
 from trainer.found import find_run
+from trainer.lora.engine import AdapterEngine
 from trainer.opening import Surroundings, opened_tiers
 from trainer.pipeline.choosing import pipeline_settings
 from trainer.plan import Plan, finished_text, make_plan, validates
@@ -91,6 +92,16 @@ def engine_for(
     torch.set_num_threads(recipe.threads)
     options = options_of(recipe, settings, activations, placement)
     device = Device.from_name(recipe.device)
+    if recipe.lora is not None:
+        return AdapterEngine(
+            recipe.model,
+            options,
+            device,
+            recipe.lora,
+            seed=recipe.seed,
+            spill_folder=spill_folder,
+            poison=settings.poison_buffers,
+        )
     engine = Engine(recipe.model, options, device, spill_folder=spill_folder)
     chosen = pipeline_settings(settings, options, device)
     if chosen is not None:
@@ -189,9 +200,13 @@ def _say_start(plan: Plan, tiers: Tiers, head: Commit, progress: Progress) -> No
     where = "" if tiers.training is tiers.durable else f", trained in {tiers.training.root}"
     branch = "" if tiers.branch == DEFAULT_BRANCH else f" branch {tiers.branch},"
     progress.note(
-        f"{plan.store}:{branch} {plan.budget.parameter_count:,} parameters in"
+        f"{plan.store}:{branch} {plan.budget.parameter_count:,} {_what(plan.recipe)} in"
         f" {len(plan.budget.shards)} shards on {plan.recipe.device}{where}; {how}, {until}"
     )
+
+
+def _what(recipe: Recipe) -> str:
+    return "parameters" if recipe.lora is None else "parameters of adapters"
 
 
 def _say_end(plan: Plan, run: Run) -> int:

@@ -62,7 +62,7 @@ def predicted_bytes(shape: StepShape) -> int:
 def predicted_phases(shape: StepShape) -> dict[str, int]:
     """Give the most bytes that each phase of a step holds."""
     phases = carried_on(shape, shape.model.num_layers, shape.accumulation, _walked)
-    lasting = WORKSPACE_BYTES + LEFT_OUT_BYTES + _lasting_bytes(shape)
+    lasting = WORKSPACE_BYTES + LEFT_OUT_BYTES + lasting_bytes(shape)
     return {name: held + lasting for name, held in phases.items()}
 
 
@@ -84,7 +84,7 @@ def _line(two: Mapping[str, int], three: Mapping[str, int], more: int) -> dict[s
     return {phase: held + more * max(0, held - two[phase]) for phase, held in three.items()}
 
 
-def _lasting_bytes(shape: StepShape) -> int:
+def lasting_bytes(shape: StepShape) -> int:
     """Tables of angles, token ids and labels: there during the whole step."""
     item = shape.options.torch_dtype.itemsize
     ids = block_bytes(8 * shape.micro_batch_size * shape.seq_len)

@@ -1,0 +1,145 @@
+"""The engine of a run with adapters: the base is read, never written.
+
+Owns what a caller of `trainer.engine` sees, for a model with adapters. Knows nothing of files,
+schedules or commits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from shardb import TensorSpec
+from trainer.device import Device
+from trainer.engine import Engine, Rows
+from trainer.errors import InputError, NonFiniteError
+from trainer.evaluate import EvalResult
+from trainer.lora.adoption import NewAdapters
+from trainer.lora.model import AdaptedModel
+from trainer.lora.settings import LoraSettings
+from trainer.lora.step import AdapterPass, AdapterStep
+from trainer.lora.visits import AdaptedEvaluator, open_window, read_adapters
+from trainer.model.config import ModelConfig
+from trainer.options import EngineOptions
+from trainer.pipeline.course import NextRows
+from trainer.pipeline.pipeline import PipelineSettings
+from trainer.residency import ShardReader
+from trainer.step import ShardTransaction, StepOrder, StepResult
+from trainer.timing import StepClock
+from trainer.tokens import Tokens, check_length
+
+
+class AdapterEngine(Engine):
+    """Trains and evaluates the adapters of one model whose base lives in a store.
+
+    poison: fill slots that were given back with NaN, to find whoever still reads them.
+
+    Raises:
+        InputError: a target is no module of the model, or an option does not go with adapters.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        options: EngineOptions,
+        device: Device,
+        lora: LoraSettings,
+        *,
+        seed: int = 0,
+        spill_folder: str | None = None,
+        poison: bool = False,
+    ) -> None:
+        check_options(options)
+        super().__init__(config, options, device, spill_folder=spill_folder)
+        self.lora = lora
+        self._seed = seed
+        self._poison = poison
+        self.adapted = AdaptedModel.of(self._model, lora, poison=poison)
+
+    def use_pipeline(self, settings: PipelineSettings) -> None:
+        """Stay on the plain way: the pipeline is for shards that are updated."""
+
+    def initialise(self, txn: ShardTransaction, seed: int) -> None:
+        """Refuse: adapters need a base."""
+        raise InputError("--lora-rank needs a model that was imported: see `import-hf --help`")
+
+    def shard_specs(self) -> dict[str, dict[str, TensorSpec]]:
+        """Give the form of every shard that a step stages."""
+        found = {}
+        for stage in self.adapted.owners:
+            found[f"adapters/{stage.name}"] = dict(stage.specs)
+            found[f"optim/{stage.name}"] = dict(self._model.optimizer.state_specs(stage.specs))
+        return found
+
+    def adopting(self, txn: ShardTransaction) -> ShardTransaction:
+        """Give a transaction on an import adapters with their first values."""
+        stages = {stage.name: stage for stage in self.adapted.owners}
+        return NewAdapters(txn, stages, self.shard_specs(), self._seed)
+
+    def train_step(
+        self,
+        txn: ShardTransaction,
+        micro_batches: Sequence[Rows],
+        *,
+        step: int,
+        learning_rate: float,
+        loss_scale: float = 1.0,
+        grad_norm_scale: float = 1.0,
+        next_rows: NextRows | None = None,
+    ) -> StepResult:
+        """Stage the next version of every adapter; the caller commits. See `Engine.train_step`."""
+        order = StepOrder(
+            step=step,
+            learning_rate=learning_rate,
+            loss_scale=loss_scale,
+            grad_norm_scale=grad_norm_scale,
+        )
+        return AdapterStep(self.adapted, txn, order).run(self._tokens(micro_batches))
+
+    def discard_step(self, txn: ShardTransaction) -> None:
+        """Drop what a step staged, so that the same transaction can try again."""
+        for name in self.shard_specs():
+            txn.discard(name)
+
+    def find_non_finite(
+        self, reader: ShardReader, micro_batches: Sequence[Rows]
+    ) -> NonFiniteError | None:
+        """Take the gradients in fp32, without a loss scale; give the error that names a bad one."""
+        fp32 = replace(self._model, options=replace(self.options, dtype="fp32"))
+        model = AdaptedModel.of(fp32, self.lora, poison=self._poison)
+        clock = StepClock()
+        try:
+            with open_window(model, reader, model.gradient_order(), clock) as window:
+                views = read_adapters(model, reader)
+                adapter_pass = AdapterPass(model, window, model.step.compute(clock), views)
+                for _ in adapter_pass.run(self._tokens(micro_batches)):
+                    pass
+        except NonFiniteError as error:
+            return error
+        return None
+
+    def evaluate(self, reader: ShardReader, batches: Iterable[Rows]) -> EvalResult:
+        """Give the mean loss over the valid tokens of rows [B, T + 1]."""
+        tokens = (Tokens.from_rows(rows, self.config, self.device) for rows in batches)
+        return AdaptedEvaluator(self.adapted).evaluate(reader, tokens)
+
+    def logits(self, reader: ShardReader, ids: Tensor, *, last_only: bool = False) -> Tensor:
+        """Score ids [B, T]: [B, T, V] in the compute dtype, or [B, 1, V] with `last_only`."""
+        check_length(ids.shape[1], self.config)
+        ids = ids.to(self.device.torch_device)
+        return AdaptedEvaluator(self.adapted).logits(reader, ids, last_only=last_only)
+
+
+def check_options(options: EngineOptions) -> None:
+    """Refuse what is made for shards of whole weights."""
+    if options.master_weight_dtype != "fp32":
+        raise InputError("--master-weight-dtype: adapters are kept in fp32: leave it out")
+    if options.global_optimizer_every:
+        raise InputError("--global-optimizer-every is not for adapters: leave it out")
+    if options.activations == "keep":
+        raise InputError(
+            "--activations keep: beside a streamed base activations are computed again: leave it"
+            " out"
+        )

@@ -1,0 +1,83 @@
+"""Products with a frozen weight, and what an adapter adds to them.
+
+Owns the arithmetic, which is that of `peft`: the base's product in the compute dtype, the adapter's
+in the adapter's own, their sum cast back. Knows nothing of stages. Any code that calls `F.linear`
+with a weight that is known here gets the sum, so that a model's own layers run as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+# Gives x W^T + b for a weight in another form than a matrix.
+Product = Callable[[Tensor, Tensor | None], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adapter:
+    """One module's adapter: A [r, in], B [out, r], and the factor of their product."""
+
+    a_RI: Tensor
+    b_OR: Tensor
+    scale: float
+
+    def added_to(self, output: Tensor, x: Tensor) -> Tensor:
+        """Add scale * B(A x) to a base's output, and keep its dtype."""
+        low = F.linear(F.linear(x.to(self.a_RI.dtype), self.a_RI), self.b_OR)
+        return (output + low * self.scale).to(output.dtype)
+
+
+class AdaptedLinears(TorchFunctionMode):
+    """While it is active, `F.linear` with a weight of `adapters` or `products` is replaced.
+
+    Weights are told by identity.
+    """
+
+    def __init__(
+        self,
+        adapters: Sequence[tuple[Tensor, Adapter]],
+        products: Sequence[tuple[Tensor, Product]] = (),
+    ) -> None:
+        super().__init__()
+        self._adapters = {id(weight): adapter for weight, adapter in adapters}
+        self._products = {id(weight): product for weight, product in products}
+        self._held = [weight for weight, _ in (*adapters, *products)]
+        self.used: set[int] = set()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is not F.linear:
+            return func(*args, **(kwargs or {}))
+        return self._linear(*args, **(kwargs or {}))
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+        product = self._products.get(id(weight))
+        # The mode is off in here: this is the plain product.
+        output = F.linear(input, weight, bias) if product is None else product(input, bias)
+        adapter = self._adapters.get(id(weight))
+        if adapter is None:
+            return output
+        self.used.add(id(weight))
+        return adapter.added_to(output, input)
+
+    @property
+    def unused(self) -> int:
+        """Count the adapters that no product asked for."""
+        return len(self._adapters.keys() - self.used)
+
+
+def merged(weight: Tensor, adapter: Adapter) -> Tensor:
+    """Give the fp32 weight that stands for base and adapter: W + scale * B A."""
+    return weight.to(torch.float32) + (adapter.b_OR.float() @ adapter.a_RI.float()) * adapter.scale

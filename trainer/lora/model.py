@@ -1,0 +1,85 @@
+"""A model with adapters as a step sees it: its stages, and the order in which a pass visits them.
+
+Owns that order. Knows nothing of transactions or batches. The embeddings are visited on the way
+forward alone, since nothing below the first block is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from trainer.device import Device
+from trainer.lora.settings import LoraSettings
+from trainer.lora.slots import SlotPool, placed_bytes
+from trainer.lora.stages import AdaptedStage, adapted
+from trainer.lora.targets import check_targets
+from trainer.model.stages import Stage
+from trainer.step_model import StepModel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdaptedModel:
+    """The stages of a model with adapters, and the slots that their weights pass through."""
+
+    step: StepModel
+    trunk: Sequence[AdaptedStage]
+    head: AdaptedStage
+    pool: SlotPool
+
+    @classmethod
+    def of(cls, model: StepModel, lora: LoraSettings, *, poison: bool = False) -> AdaptedModel:
+        """Give a model adapters; InputError where a target is no module of it."""
+        check_targets(model.trunk, lora)
+        trunk = [adapted(stage, lora) for stage in model.trunk]
+        head = adapted(model.head, lora)
+        return cls(
+            step=replace(model, trunk=trunk, head=head, blocks=None),
+            trunk=trunk,
+            head=head,
+            pool=slot_pool(model, poison=poison),
+        )
+
+    @property
+    def owners(self) -> list[AdaptedStage]:
+        """Give the stages that have adapters, in forward order."""
+        return [stage for stage in self.trunk if stage.parameters]
+
+    @property
+    def backward(self) -> list[AdaptedStage]:
+        """Give the stages that gradients pass through, the last first."""
+        first = next(i for i, stage in enumerate(self.trunk) if stage.parameters)
+        return list(reversed(self.trunk[first:]))
+
+    def forward_order(self) -> list[str]:
+        """Give the shards of a forward pass."""
+        return [f"params/{stage.name}" for stage in (*self.trunk, self.head)]
+
+    def gradient_order(self) -> list[str]:
+        """Give the shards of a pass that takes gradients."""
+        return [*self.forward_order(), *(f"params/{stage.name}" for stage in self.backward)]
+
+    def step_order(self) -> list[str]:
+        """Give the shards of a step: a pass, then the state of the adapters."""
+        return [*self.gradient_order(), *(f"optim/{stage.name}" for stage in self.owners)]
+
+    def form(self, stage: AdaptedStage) -> torch.dtype | None:
+        """Give the dtype in which a stage's weights are brought in; None is as they are stored."""
+        return None if stage.is_table else self.step.options.torch_dtype
+
+
+def slot_pool(model: StepModel, *, poison: bool) -> SlotPool:
+    """Give slots for a model's largest block: one where the host computes, else two in turns."""
+    item_bytes = model.options.torch_dtype.itemsize
+    largest = max(
+        placed_bytes({n: p.shape for n, p in stage.parameters.items()}, item_bytes)
+        for stage in _blocks(model.trunk)
+    )
+    device: Device = model.device
+    return SlotPool(device, slot_bytes=largest, slots=1 if device.is_host else 2, poison=poison)
+
+
+def _blocks(trunk: Sequence[Stage]) -> list[Stage]:
+    return [stage for stage in trunk if stage.name.startswith("block_")]

@@ -1,0 +1,160 @@
+"""The memory that frozen weights pass through, one stage after the other.
+
+Owns a few buffers, each filled again and again, and the check that nobody computes with what was
+there before: a lease carries the generation of its slot, and a slot that was given back has
+another one. Knows nothing of stages or adapters. Invariants: weights travel one way, nothing is
+copied back; a lease that ended gives no tensor any more.
+
+Two further defences: a slot is filled by ordinary in-place copies, so that autograd refuses a graph
+that still holds what was overwritten; and with `poison` a slot that is given back holds NaN alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from shardb import torch_adaptor
+from shardb.views import TensorImage
+from trainer.device import ALIGNMENT_BYTES, Device
+
+# Every element of these bytes is NaN, in each form of floating point that weights have.
+POISON = 0xFF
+
+
+class StaleSlotError(AssertionError):
+    """Weights were asked for after their slot was given back: a mistake of this program."""
+
+
+class Slot:
+    """One buffer; `generation` counts how often it was given back."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self.buffer = buffer
+        self.generation = 0
+        self.is_free = True
+
+
+class Lease:
+    """One stage's weights; slot is None where they are the store's own memory."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], slot: Slot | None) -> None:
+        self._tensors = tensors
+        self._slot = slot
+        self._generation = slot.generation if slot is not None else 0
+        self.is_over = False
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Give the weights by name; StaleSlotError when they are not there any more."""
+        slot = self._slot
+        if self.is_over or (slot is not None and slot.generation != self._generation):
+            raise StaleSlotError("weights were used after their slot was given back")
+        return self._tensors
+
+
+class SlotPool:
+    """Brings shards into slots on a device, in the dtype that computes.
+
+    slot_bytes: of a slot that is kept; what is larger gets memory of its own for one lease.
+    """
+
+    def __init__(
+        self, device: Device, *, slot_bytes: int, slots: int = 1, poison: bool = False
+    ) -> None:
+        self.poison = poison
+        self.filled_bytes = 0
+        self._device = device
+        self._slot_bytes = slot_bytes
+        self._slots: list[Slot] = []
+        self._slots_max = slots
+
+    @contextmanager
+    def lease(self, view: TensorImage, dtype: torch.dtype | None) -> Iterator[Lease]:
+        """Give a shard's tensors for a block in `dtype`; with None the store's own, in host memory."""
+        stored = torch_adaptor.tensors(view)
+        if self._is_usable(stored, dtype):
+            found = Lease(stored, None)
+            try:
+                yield found
+            finally:
+                found.is_over = True
+            return
+        slot = self._free_slot(_placed_bytes(stored, dtype))
+        slot.is_free = False
+        tensors = _fill(slot.buffer, stored, dtype)
+        self.filled_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        found = Lease(tensors, slot)
+        try:
+            yield found
+        finally:
+            found.is_over = True
+            self._give_back(slot)
+
+    def _is_usable(self, stored: Mapping[str, Tensor], dtype: torch.dtype | None) -> bool:
+        """Say whether what was read needs no slot: it is looked up, or computes as it is."""
+        if dtype is None:
+            return True
+        ready = all(_is_ready(tensor, dtype) for tensor in stored.values())
+        return self._device.is_host and not self.poison and ready
+
+    def _free_slot(self, needed_bytes: int) -> Slot:
+        if needed_bytes > self._slot_bytes:
+            return Slot(self._memory(needed_bytes))
+        for slot in self._slots:
+            if slot.is_free:
+                # Taken in turns, so that the next lease gets the slot that is free for longest.
+                self._slots.remove(slot)
+                self._slots.append(slot)
+                return slot
+        assert len(self._slots) < self._slots_max, "more leases at once than slots"
+        self._slots.append(Slot(self._memory(self._slot_bytes)))
+        return self._slots[-1]
+
+    def _give_back(self, slot: Slot) -> None:
+        slot.generation += 1
+        slot.is_free = True
+        if self.poison:
+            slot.buffer.fill_(POISON)
+
+    def _memory(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self._device.torch_device)
+
+
+def placed_bytes(shapes: Mapping[str, tuple[int, ...]], item_bytes: int) -> int:
+    """Give what tensors of these shapes take in a slot."""
+    return sum(_whole(torch.Size(shape).numel() * item_bytes) for shape in shapes.values())
+
+
+def _is_ready(tensor: Tensor, dtype: torch.dtype | None) -> bool:
+    """Say whether a tensor of the store computes as it lies there."""
+    return _form(tensor, dtype) == tensor.dtype and tensor.data_ptr() % ALIGNMENT_BYTES == 0
+
+
+def _form(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def _placed_bytes(stored: Mapping[str, Tensor], dtype: torch.dtype | None) -> int:
+    return sum(_whole(t.numel() * _form(t, dtype).itemsize) for t in stored.values())
+
+
+def _whole(size: int) -> int:
+    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _fill(
+    buffer: Tensor, stored: Mapping[str, Tensor], dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    start = 0
+    found = {}
+    for name, tensor in stored.items():
+        form = _form(tensor, dtype)
+        size = tensor.numel() * form.itemsize
+        place = buffer[start : start + size].view(form).view(tensor.shape)
+        place.copy_(tensor)
+        found[name] = place
+        start += _whole(size)
+    return found

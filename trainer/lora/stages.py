@@ -1,0 +1,98 @@
+"""Stages whose weights are frozen and whose adapters are trained.
+
+Owns how a stage of any model runs with adapters: its own `forward`, with weights that are bound for
+the length of a visit. Knows nothing of where weights come from. Invariant: between visits a stage
+holds no weight, so nothing that outlives a visit can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from trainer.lora.linears import AdaptedLinears, Adapter
+from trainer.lora.settings import LoraSettings
+from trainer.lora.slots import Lease, StaleSlotError
+from trainer.lora.targets import adapter_parameters
+from trainer.model.stages import Parameter, Stage
+
+
+class Binding:
+    """The weights of the visit that is going on."""
+
+    def __init__(self) -> None:
+        self._lease: Lease | None = None
+
+    @contextmanager
+    def bound(self, lease: Lease) -> Iterator[None]:
+        """Bind weights for a block."""
+        assert self._lease is None, "a stage is visited once at a time"
+        self._lease = lease
+        try:
+            yield
+        finally:
+            self._lease = None
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Give the weights; StaleSlotError outside a visit."""
+        if self._lease is None:
+            raise StaleSlotError("a stage ran outside a visit: it has no weights")
+        return self._lease.tensors()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdaptedStage(Stage):
+    """A stage whose parameters are its adapters; the weights are bound beside them."""
+
+    inner: Stage
+    lora: LoraSettings
+    binding: Binding = field(default_factory=Binding)
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    @property
+    def is_table(self) -> bool:
+        """Say whether weights are only looked up: they stay in host memory, as they are stored."""
+        return self.inner.keeps_master_dtype
+
+    @property
+    def parameters(self) -> dict[str, Parameter]:
+        return adapter_parameters(self.inner, self.lora)
+
+    def forward(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        weights = self.binding.weights()
+        if self.is_table:
+            rows = next(iter(weights.values()))
+            return self.inner.forward(weights, x.to(rows.device)).to(x.device)
+        linears = AdaptedLinears(self._adapters(weights, params))
+        with linears:
+            output = self.inner.forward(weights, x)
+        assert linears.unused == 0, f"{self.name}: an adapter was passed by"
+        return output
+
+    def _adapters(
+        self, weights: Mapping[str, Tensor], params: Mapping[str, Tensor]
+    ) -> list[tuple[Tensor, Adapter]]:
+        ends = ".lora_A.weight"
+        modules = [name.removesuffix(ends) for name in params if name.endswith(ends)]
+        return [
+            (
+                weights[f"{module}.weight"],
+                Adapter(
+                    a_RI=params[f"{module}.lora_A.weight"],
+                    b_OR=params[f"{module}.lora_B.weight"],
+                    scale=self.lora.scale,
+                ),
+            )
+            for module in modules
+        ]
+
+
+def adapted(stage: Stage, lora: LoraSettings) -> AdaptedStage:
+    """Give a stage with adapters, or with its weights merely frozen where it has no target."""
+    return AdaptedStage(stage.config, stage, lora)

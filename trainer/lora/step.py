@@ -1,0 +1,175 @@
+"""One training step of adapters beside a frozen base.
+
+Owns the order: forward through every stage, back through those above the first adapter, then the
+updates. Invariants: a stage's weights are bound while it runs and at no other time, so a replay
+computes with what was brought in for it; whatever the number of micro-batches, each frozen shard is
+brought in once on the way forward and once on the way back; only adapters and their state are
+staged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
+
+from torch import Tensor
+
+from shardb import ShardView, torch_adaptor
+from trainer.backward import StageGradients
+from trainer.clipping import clip_scale, total_norm
+from trainer.gradient_pass import GradientPass
+from trainer.gradients import GradientSum, taken
+from trainer.lora.model import AdaptedModel
+from trainer.lora.visits import Adapters, brought, open_window, read_adapters, visit
+from trainer.optimizers.tiles import ShardUpdate
+from trainer.residency import ShardWindow
+from trainer.step import ShardTransaction, StepOrder, StepResult
+from trainer.tape import Compute, ReplayTape, Tape
+from trainer.timing import StepClock
+from trainer.tokens import Tokens
+
+
+class AdapterPass(GradientPass):
+    """`run` yields the adapters' gradients, from the last stage to the first."""
+
+    kind: ClassVar[str] = "adapters"
+
+    def __init__(
+        self,
+        model: AdaptedModel,
+        window: ShardWindow,
+        compute: Compute,
+        views: Mapping[str, ShardView],
+        *,
+        loss_scale: float = 1.0,
+    ) -> None:
+        super().__init__(model.step, window, compute, loss_scale=loss_scale)
+        self._adapted = model
+        self._views = views
+        self._adapters: Adapters = brought(model, views)
+
+    def run(self, batches: Sequence[Tokens]) -> Iterator[StageGradients]:
+        """Yield each adapter shard's gradients.
+
+        Raises:
+            NonFiniteError: the loss or a gradient is not finite.
+            GradientOverflowError: a gradient is not finite, and the loss was scaled.
+        """
+        model, clock = self._adapted, self._compute.clock
+        tapes = self._forward([batch.ids for batch in batches])
+        with visit(model, self._window, model.head, clock):
+            gradients = self._head({}, tapes, batches).hidden
+        for stage in model.backward:
+            total = GradientSum()
+            with (
+                visit(model, self._window, stage, clock),
+                clock.measure("backward_kernel_seconds"),
+            ):
+                tapes.pop().backward(self._adapters.get(stage.name, {}), gradients, total)
+            if stage.parameters:
+                assert list(total.gradients) == list(stage.parameters), "an adapter has no gradient"
+                yield self._finished(
+                    StageGradients(
+                        stage=stage,
+                        view=self._views[stage.name],
+                        gradients=taken(total.gradients),
+                    )
+                )
+
+    def total_norm(self) -> Tensor:
+        """Give the norm over all adapters, tensors in forward order."""
+        return total_norm([self.norms[stage.name] for stage in self._adapted.owners])
+
+    def _forward(self, ids: Sequence[Tensor]) -> list[Tape]:
+        tapes: list[Tape] = []
+        clock = self._compute.clock
+        for stage in self._adapted.trunk:
+            inputs = tapes[-1].outputs if tapes else ids
+            params = self._adapters.get(stage.name, {})
+            with (
+                visit(self._adapted, self._window, stage, clock),
+                clock.measure("forward_kernel_seconds"),
+            ):
+                tapes.append(ReplayTape(stage, self._compute, params, inputs))
+        return tapes
+
+
+class AdapterStep:
+    """One step: `run` stages the next version of every adapter and its state."""
+
+    def __init__(self, model: AdaptedModel, txn: ShardTransaction, order: StepOrder) -> None:
+        self._model = model
+        self._txn = txn
+        self._order = order
+        self._max_norm = model.step.options.max_grad_norm * order.grad_norm_scale
+        self._clock = StepClock(
+            model.step.device.wait if model.step.options.timing_sync_cuda else None
+        )
+
+    def run(self, batches: Sequence[Tokens]) -> StepResult:
+        """Do the whole step on `batches`, which hold at least one label that counts."""
+        model = self._model
+        model.step.prepare(batches)
+        window = open_window(model, self._txn, model.step_order(), self._clock)
+        with window:
+            with window.lock:
+                views = read_adapters(model, self._txn)
+            gradients = AdapterPass(
+                model,
+                window,
+                model.step.compute(self._clock),
+                views,
+                loss_scale=self._order.loss_scale,
+            )
+            ready = {each.stage.name: each for each in gradients.run(batches)}
+            norms = {name: float(total_norm([gradients.norms[name]])) for name in ready}
+            scales = self._scales(gradients, list(ready))
+            for stage in model.owners:
+                self._update(window, ready.pop(stage.name), scales[stage.name])
+        model.step.device.wait()
+        return StepResult(
+            loss=gradients.loss,
+            grad_norm=float(gradients.total_norm()),
+            clip_scale=min(scales.values()),
+            tokens=sum(batch.ids.numel() for batch in batches),
+            valid_tokens=sum(batch.valid_count for batch in batches),
+            updated_shards=len(scales),
+            max_active_param_shards=window.active_max["params"],
+            max_active_optimizer_shards=window.active_max["optim"],
+            shard_norms={stage.name: norms[stage.name] for stage in model.owners},
+            timings=dict(self._clock.seconds),
+        )
+
+    def _scales(self, gradients: AdapterPass, names: Sequence[str]) -> dict[str, float]:
+        mode = self._model.step.options.grad_clip_mode
+        if mode == "none":
+            return dict.fromkeys(names, 1.0)
+        if mode == "global":
+            return dict.fromkeys(names, clip_scale(gradients.total_norm(), self._max_norm))
+        return {n: clip_scale(total_norm([gradients.norms[n]]), self._max_norm) for n in names}
+
+    def _update(self, window: ShardWindow, ready: StageGradients, scale: float) -> None:
+        name = ready.stage.name
+        with window.take(f"optim/{name}") as state_view:
+            with window.lock:
+                params = self._txn.stage(f"adapters/{name}", like=ready.view)
+                state = self._txn.stage(f"optim/{name}", like=state_view)
+            with self._clock.measure("optimizer_math_seconds"):
+                self._model.step.optimizer.update(
+                    self._model.step.device,
+                    ShardUpdate(
+                        name=name,
+                        params=torch_adaptor.tensors(ready.view),
+                        state=torch_adaptor.tensors(state_view),
+                        new_params=torch_adaptor.tensors(params),
+                        new_state=torch_adaptor.tensors(state),
+                        gradients=ready.gradients,
+                        gradient_scale=scale,
+                        learning_rate=self._order.learning_rate,
+                        step=self._order.step,
+                    ),
+                )
+                self._model.step.device.wait()
+            with window.lock:
+                params.seal()
+                state.seal()

@@ -1,0 +1,64 @@
+"""Which weights of a model get adapters, and what shapes those have.
+
+Owns the names. Knows nothing of values or stores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from shardb import TensorSpec
+from trainer.errors import InputError
+from trainer.lora.settings import ALL_LINEAR, LoraSettings
+from trainer.model.stages import Parameter, Stage
+
+
+def linear_modules(stage: Stage) -> dict[str, tuple[int, ...]]:
+    """Give the modules of a block that multiply by a matrix, and the matrices' shapes."""
+    if not stage.name.startswith("block_"):
+        return {}
+    return {
+        name.removesuffix(".weight"): parameter.shape
+        for name, parameter in stage.parameters.items()
+        if name.endswith(".weight") and len(parameter.shape) == 2
+    }
+
+
+def adapter_parameters(stage: Stage, lora: LoraSettings) -> dict[str, Parameter]:
+    """Give a stage's adapters, in the order of the weights they belong to: A [r, in], B [out, r].
+
+    `initial` of A is not used: it is drawn as `peft` draws it.
+    """
+    found = {}
+    for module, (outputs, inputs) in linear_modules(stage).items():
+        if lora.is_target(module):
+            found[f"{module}.lora_A.weight"] = Parameter(
+                shape=(lora.rank, inputs), initial="normal"
+            )
+            found[f"{module}.lora_B.weight"] = Parameter(
+                shape=(outputs, lora.rank), initial="zeros"
+            )
+    return found
+
+
+def check_targets(stages: Iterable[Stage], lora: LoraSettings) -> None:
+    """Refuse a name that no module of the model has; InputError lists those there are."""
+    modules: Mapping[str, None] = dict.fromkeys(
+        module for stage in stages for module in linear_modules(stage)
+    )
+    for name in lora.targets:
+        found = any(module == name or module.endswith("." + name) for module in modules)
+        if name != ALL_LINEAR and not found:
+            there = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in modules))
+            raise InputError(
+                f"--lora-targets: no module of this model is called {name}; there are {there}, and"
+                f" {ALL_LINEAR} means all of them"
+            )
+
+
+def adapter_specs(stage: Stage, lora: LoraSettings) -> dict[str, TensorSpec]:
+    """Give the stored form of a stage's adapters; empty where it has none."""
+    return {
+        name: TensorSpec(dtype="F32", shape=each.shape)
+        for name, each in adapter_parameters(stage, lora).items()
+    }

@@ -1,0 +1,173 @@
+"""How much memory the tensors of a step with adapters take at their fullest moment.
+
+Owns the walk through such a step on tensors without content, in the order of `trainer.lora.step`
+and with what it holds at the same time. Knows nothing of stores or of what is free. Invariant:
+nothing is allocated. Weights are counted as brought into slots, as they are where their stored form
+is not the one that computes; where it is, a host needs less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+
+from trainer.device import Device
+from trainer.gradients import GradientSum, taken
+from trainer.head import head_backward
+from trainer.host_walk import SCALARS_BYTES
+from trainer.lora.settings import LoraSettings
+from trainer.lora.slots import Lease, placed_bytes
+from trainer.lora.stages import AdaptedStage, adapted
+from trainer.model import layers
+from trainer.model.stages import build_head, build_trunk
+from trainer.step_walk import kind_of
+from trainer.tape import Compute, ReplayTape, Tape
+from trainer.timing import StepClock
+from trainer.vram import (
+    LEFT_OUT_BYTES,
+    TILE_BYTES,
+    TILES,
+    WORKSPACE_BYTES,
+    StepShape,
+    carried_on,
+    lasting_bytes,
+)
+from trainer.vram_trace import META, FusedAttention, HostAttention, MemoryTrace, block_bytes
+
+
+def predicted_adapter_bytes(shape: StepShape, lora: LoraSettings, *, is_host: bool) -> int:
+    """Give the most bytes that tensors of a step hold on the host or on a CUDA device."""
+    return max(predicted_adapter_phases(shape, lora, is_host=is_host).values())
+
+
+def predicted_adapter_phases(
+    shape: StepShape, lora: LoraSettings, *, is_host: bool
+) -> dict[str, int]:
+    """Give the most bytes that each phase of a step holds."""
+    walker = partial(_walked, lora=lora, is_host=is_host)
+    phases = carried_on(shape, shape.model.num_layers, shape.accumulation, walker)
+    if is_host:
+        return {phase: held + SCALARS_BYTES for phase, held in phases.items()}
+    lasting = WORKSPACE_BYTES + LEFT_OUT_BYTES + lasting_bytes(shape)
+    return {phase: held + lasting for phase, held in phases.items()}
+
+
+@lru_cache(maxsize=4096)
+def _walked(
+    shape: StepShape, blocks: int, *, lora: LoraSettings, is_host: bool
+) -> Mapping[str, int]:
+    config = replace(shape.model, num_layers=blocks)
+    dtype = shape.options.torch_dtype
+    # Made before counting begins, because it lasts; it is counted as such.
+    layers.rotary_angles(
+        shape.seq_len, config.head_dim, config.rope_theta, dtype, META, config.rope_scaling
+    )
+    trace = MemoryTrace(block_bytes=(lambda size: size) if is_host else block_bytes)
+    trunk = [adapted(stage, lora) for stage in build_trunk(config)]
+    walk = _AdapterWalk(trace, shape, trunk, adapted(build_head(config), lora), is_host=is_host)
+    ids = [
+        torch.empty(shape.micro_batch_size, shape.seq_len, dtype=torch.int64, device=META)
+        for _ in range(shape.accumulation)
+    ]
+    with trace, HostAttention() if is_host else FusedAttention():
+        walk.step(ids)
+    return trace.peaks
+
+
+class _AdapterWalk:
+    """One step; `trace` has what it holds, phase by phase."""
+
+    def __init__(
+        self,
+        trace: MemoryTrace,
+        shape: StepShape,
+        trunk: Sequence[AdaptedStage],
+        head: AdaptedStage,
+        *,
+        is_host: bool,
+    ) -> None:
+        self._trace = trace
+        self._shape = shape
+        self._trunk = trunk
+        self._head = head
+        self._is_host = is_host
+        self._dtype = shape.options.torch_dtype
+        self._compute = Compute(device=Device(META), dtype=self._dtype, clock=StepClock())
+        self._slot_bytes = max(self._placed(stage) for stage in trunk if stage.parameters)
+        self._slots: list[Tensor] = []
+
+    def step(self, ids: Sequence[Tensor]) -> None:
+        """Walk through a step on ids [B, T], one a micro-batch."""
+        count = 1 if self._is_host else 2
+        self._slots = [_memory(self._slot_bytes) for _ in range(count)]
+        adapters = self._adapters()
+        tapes: list[Tape] = []
+        for stage in self._trunk:
+            inputs = tapes[-1].outputs if tapes else ids
+            with self._trace.phase(f"forward {kind_of(stage)}"), self._visit(stage):
+                tapes.append(ReplayTape(stage, self._compute, adapters[stage.name], inputs))
+        gradients = self._through_head(tapes, ids)
+        held = []
+        first = next(i for i, stage in enumerate(self._trunk) if stage.parameters)
+        for stage in reversed(self._trunk[first:]):
+            total = GradientSum()
+            with self._trace.phase(f"backward {kind_of(stage)}"), self._visit(stage):
+                tapes.pop().backward(adapters[stage.name], gradients, total)
+            held.append(taken(total.gradients))
+        with self._trace.phase("update"):
+            if not self._is_host:  # where old and new values are the store's memory
+                self._trace.moment(TILE_BYTES * TILES.get(self._shape.options.optimizer, 5))
+
+    def _through_head(self, tapes: list[Tape], ids: Sequence[Tensor]) -> list[Tensor]:
+        with self._trace.phase("head"), self._visit(self._head):
+            found = head_backward(
+                self._head,
+                {},
+                tapes[-1].outputs,
+                ids,
+                valid_tokens=1,
+                chunk_tokens=self._shape.options.lm_head_chunk_tokens,
+            )
+            tapes[-1].outputs.clear()
+        return list(found.hidden)
+
+    def _adapters(self) -> dict[str, dict[str, Tensor]]:
+        """On a host they are the store's memory."""
+        if self._is_host:
+            with self._trace.left_out():
+                return {stage.name: _empty_adapters(stage) for stage in self._trunk}
+        return {stage.name: _empty_adapters(stage) for stage in self._trunk}
+
+    @contextmanager
+    def _visit(self, stage: AdaptedStage) -> Iterator[None]:
+        """Bind weights; what is larger than a slot takes memory of its own."""
+        needed = self._placed(stage)
+        own = [_memory(needed)] if needed > self._slot_bytes and not stage.is_table else []
+        with self._trace.left_out():
+            weights = {
+                name: torch.empty(parameter.shape, dtype=self._dtype, device=META)
+                for name, parameter in stage.inner.parameters.items()
+            }
+        if not self._is_host:
+            # A copy that also casts goes through the stored form of its largest tensor.
+            self._trace.moment(max(4 * tensor.numel() for tensor in weights.values()))
+        with stage.binding.bound(Lease(weights, None)):
+            yield
+        own.clear()
+
+    def _placed(self, stage: AdaptedStage) -> int:
+        shapes = {name: each.shape for name, each in stage.inner.parameters.items()}
+        return placed_bytes(shapes, self._dtype.itemsize)
+
+
+def _memory(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=META)
+
+
+def _empty_adapters(stage: AdaptedStage) -> dict[str, Tensor]:
+    return {n: torch.empty(each.shape, device=META) for n, each in stage.parameters.items()}
