@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,9 +92,22 @@ class Log:
         return f"{self.path(sequence)}.zst"
 
     def stored_path(self, sequence: int) -> str:
-        """The file that holds a segment: the raw one, or the compressed one where that is gone."""
+        """The file that holds a segment: the raw one, or the compressed one once it is closed."""
         raw, packed = self.path(sequence), self.compressed_path(sequence)
-        return packed if not self._files.exists(raw) and self._files.exists(packed) else raw
+        if self._files.exists(raw) and not self._is_superseded(sequence):
+            return raw
+        return packed if self._files.exists(packed) else raw
+
+    def _is_superseded(self, sequence: int) -> bool:
+        """Whether a segment was closed: its compressed copy was durable before the next one began.
+
+        A raw file beside it is one that its writer did not come to remove, or one that somebody
+        put back from an older copy.
+        """
+        following = (self.path(sequence + 1), self.compressed_path(sequence + 1))
+        return any(map(self._files.exists, following)) and self._files.exists(
+            self.compressed_path(sequence)
+        )
 
     def sequences(self) -> list[int]:
         """The segments that are there, raw or compressed, oldest first."""
@@ -113,6 +127,9 @@ class Log:
 
     def read(self, sequence: int, start: int = 0) -> bytes:
         """The bytes of a segment from `start` on; LogDamagedError when it cannot be unpacked."""
+        if self._is_superseded(sequence):
+            with suppress(LogDamagedError, FileNotFoundError):  # a raw file may be there still
+                return self._unpack(sequence)[start:]
         try:
             return self._read_raw(sequence, start)
         except FileNotFoundError:  # closed, maybe at this moment

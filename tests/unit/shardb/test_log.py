@@ -319,6 +319,23 @@ def test_is_a_segment_read_that_is_closed_at_this_moment(tmp_path: Path) -> None
     assert [frame.payload for frame in log.scan(1).frames] == PAYLOADS
 
 
+def test_is_an_older_raw_file_beside_a_closed_segment_not_believed(
+    log: Log, tmp_path: Path
+) -> None:
+    """Somebody put it back from a copy; the compressed one is whole, and says more."""
+    raw = Path(log.path(1))
+    positions = filled_log(log)
+    older = raw.read_bytes()[: positions[1].offset]
+    log.compress(1)
+    assert log.stored_path(1) == str(raw)  # the next one may never have begun
+    log.create_segment(positions[-1], b"checkpoint")
+    raw.write_bytes(older)
+    assert [frame.payload for frame in log.scan(1).frames] == PAYLOADS
+    assert log.stored_path(1) == log.compressed_path(1)
+    flip_bit(Path(log.compressed_path(1)), 20)
+    assert [frame.payload for frame in log.scan(1).frames] == PAYLOADS[:2]
+
+
 def test_is_a_segment_that_is_nowhere_missing(log: Log) -> None:
     with pytest.raises(FileNotFoundError):
         log.scan(1)
