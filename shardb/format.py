@@ -53,18 +53,20 @@ def decode_format(data: bytes, path: str) -> Format:
             f"{path}: damaged ({error}); put the file back from a copy, or run `shardb repair`",
             path=path,
         ) from error
+    if checksum != _checksum(fields) or type(version) is not int or type(store_id) is not str:
+        newer = type(version) is int and version > FORMAT_VERSION
+        told = f" (it says version {version}; if that is right, upgrade shardb)" if newer else ""
+        raise FormatError(
+            f"{path}: its checksum does not match; put the file back from a copy, or run "
+            f"`shardb repair`{told}",
+            path=path,
+        )
     if magic != MAGIC:
         raise FormatError(f"{path}: this is no shardb store (magic {magic!r})", path=path)
-    if isinstance(version, int) and version > FORMAT_VERSION:
+    if version > FORMAT_VERSION:
         raise FormatError(
             f"{path}: format version {version} is newer than this program reads "
             f"({FORMAT_VERSION}); upgrade shardb",
-            path=path,
-        )
-    if type(version) is not int or type(store_id) is not str or checksum != _checksum(fields):
-        raise FormatError(
-            f"{path}: its checksum does not match; put the file back from a copy, or run "
-            "`shardb repair`",
             path=path,
         )
     return Format(version=version, store_id=store_id)

@@ -61,6 +61,8 @@ def test_is_every_flipped_bit_of_format_noticed() -> None:
         (resealed(magic=...), "damaged"),
         (resealed(magic="other"), "no shardb store"),
         (resealed(version=2), "newer than this program reads"),
+        (resealed().replace(b'"version": 1', b'"version": 3'), "checksum.*repair.*says version 3"),
+        (resealed().replace(b'"shardb"', b'"shbrdb"'), "checksum.*repair"),
         (resealed(version="1"), "checksum"),
         (resealed(version=True), "checksum"),
         (resealed(version=1.0), "checksum"),
