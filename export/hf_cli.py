@@ -29,6 +29,8 @@ Examples:
   export-hf run --ref step-3000 --out package --dtype bf16 --overwrite
   export-hf run --average step-2800,step-2900,step-3000 --out mean
   export-hf run --out package --reference-logits package.npz
+  export-hf run --out adapter --adapter      what a run with --lora-rank trained, for peft
+  export-hf run --out package --merge        the base with it
 
 The commit is leased, so a live trainer may go on. Weights are streamed: memory is that of the
 largest shard. A fresh offline process then loads the package (with transformers where that is
@@ -66,6 +68,8 @@ def command(
     reference_logits: Annotated[
         Path | None, typer.Option(help="Also write ids and fp32 logits to this .npz file.")
     ] = None,
+    adapter: Annotated[bool, typer.Option(help="The adapters alone, as peft loads them.")] = False,
+    merge: Annotated[bool, typer.Option(help="Merge the adapters into their base.")] = False,
     chat_template: Annotated[Path | None, typer.Option(help="A Jinja file.")] = None,
     allow_padded_vocabulary: Annotated[
         bool, typer.Option(help="The model may have more ids than the tokenizer.")
@@ -77,6 +81,10 @@ def command(
     if dtype is not None and dtype not in DTYPES:
         raise InputError(f"--dtype is {dtype!r}: choose from {', '.join(DTYPES)}")
     max_file_bytes = parse_bytes(max_shard_size, "--max-shard-size")
+    if adapter:
+        refused = {"--merge": merge, "--average": average, "--dtype": dtype}
+        _refuse_beside_adapter([flag for flag, value in refused.items() if value])
+        return _export_adapter(store, out, ref, overwrite, allow_network, json)
     # torch takes seconds, and help should not.
     from export.hf_export import export_package
     from export.hf_plan import ExportRequest
@@ -95,9 +103,32 @@ def command(
             chat_template=chat_template,
             allow_padded_vocabulary=allow_padded_vocabulary,
             allow_network=allow_network,
+            merge=merge,
         )
     )
     print(json_text.dumps(report.to_json()) if json else _text(report))
+    return 0
+
+
+def _refuse_beside_adapter(flags: list[str]) -> None:
+    if flags:
+        raise InputError(f"{flags[0]} is of a whole model: leave it out, or leave out --adapter")
+
+
+def _export_adapter(
+    store: str, out: Path, ref: str | None, overwrite: bool, allow_network: bool, json: bool
+) -> int:
+    from export.peft_export import export_adapter
+
+    report = export_adapter(store, out, ref=ref, overwrite=overwrite, allow_network=allow_network)
+    if json:
+        print(json_text.dumps(report.to_json()))
+        return 0
+    print(
+        f"{report.out}: step {report.step:,}, {report.tensors} tensors of adapters with"
+        f" {report.parameters:,} parameters, {in_bytes(report.bytes)}; {report.nonzero_tensors} of"
+        " them are not zero"
+    )
     return 0
 
 

@@ -52,6 +52,7 @@ class ExportRequest:
     chat_template: Path | None = None
     allow_padded_vocabulary: bool = False
     allow_network: bool = False
+    merge: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +83,7 @@ class ExportPlan:
 
 def make_plan(request: ExportRequest, weights: Weights) -> ExportPlan:
     """Look at every input; InputError says which one cannot be used."""
+    _check_merge(request, weights)
     tokenizer = _tokenizer(request, weights)
     as_qwen2 = tokenizer is None or is_of_qwen2(tokenizer)
     family = family_name(weights.model, as_qwen2=as_qwen2)
@@ -101,6 +103,20 @@ def make_plan(request: ExportRequest, weights: Weights) -> ExportPlan:
         rounding=check_values(weights, tensors),
         notes=notes,
     )
+
+
+def _check_merge(request: ExportRequest, weights: Weights) -> None:
+    """Merging changes a base's weights, so it is asked for."""
+    has_adapters = any(lora is not None for lora in weights.adapters)
+    if has_adapters and not request.merge:
+        raise InputError(
+            f"step {weights.commit.step} holds adapters beside a frozen base: give --merge for the"
+            " whole model with them, or --adapter for the adapters alone"
+        )
+    if request.merge and not has_adapters:
+        raise InputError(
+            f"--merge: step {weights.commit.step} holds no adapters: leave the flag out"
+        )
 
 
 def _told_dtype(config: Mapping[str, Any]) -> str | None:

@@ -30,7 +30,7 @@ FILE_MODE = 0o644
 DIRECTORY_MODE = 0o755
 SPARE_BYTES = 1 << 20
 # What shows that a directory is a package and not somebody's home.
-PACKAGE_MARKS = ("export_manifest.json", "config.json")
+PACKAGE_MARKS = ("export_manifest.json", "config.json", "adapter_config.json")
 _NOREPLACE = 1
 _EXCHANGE = 2
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)

@@ -1,7 +1,9 @@
 """Weights as an export reads them: one leased commit, or the mean of several, a shard at a time.
 
 Owns opening the commits that a command names and the check that they are of one model. Knows
-nothing of package formats. Invariant: nothing of a shard is kept here after the caller let go.
+nothing of package formats. Where a commit has adapters beside a frozen base, what is read is the
+base with the adapters merged in. Invariant: nothing of a shard is kept here after the caller let
+go.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from export.average import mean_of
 from export.source_package import SourcePackage, read_source
 from shardb import Commit, ReadView, Store, TensorSpec, torch_adaptor
 from trainer.errors import InputError
+from trainer.lora.reading import adapter_shard, adapters_of, with_adapters
+from trainer.lora.settings import LoraSettings
 from trainer.model.config import ModelConfig
 from trainer.model.stored import read_model
 
@@ -32,6 +36,7 @@ class Weights:
     views: tuple[ReadView, ...]
     model: ModelConfig
     source: SourcePackage | None
+    adapters: tuple[LoraSettings | None, ...]
 
     @property
     def commits(self) -> tuple[Commit, ...]:
@@ -50,7 +55,9 @@ class Weights:
 
     def read(self, shard: str) -> Mapping[str, Tensor]:
         """Give the shard's tensors; the store's own memory where it is one commit."""
-        each = [torch_adaptor.tensors(view.read(shard)) for view in self.views]
+        each = [
+            _read(view, shard, lora) for view, lora in zip(self.views, self.adapters, strict=True)
+        ]
         if len(each) == 1:
             return each[0]
         return {name: mean_of([tensors[name] for tensors in each]) for name in each[0]}
@@ -61,7 +68,21 @@ class Weights:
 
     def objects(self, shard: str) -> list[str]:
         """Give the digests of the objects that a shard's values came from."""
-        return [view.commit.shards[shard].digest for view in self.views]
+        found = []
+        for view in self.views:
+            found.append(view.commit.shards[shard].digest)
+            if beside := adapter_shard(view.names(), shard):
+                found.append(view.commit.shards[beside].digest)
+        return found
+
+
+def _read(view: ReadView, shard: str, lora: LoraSettings | None) -> Mapping[str, Tensor]:
+    """Read a shard; adapters beside it are merged in."""
+    weights = torch_adaptor.tensors(view.read(shard))
+    beside = adapter_shard(view.names(), shard)
+    if lora is None or beside is None:
+        return weights
+    return with_adapters(weights, view.read(beside), lora)
 
 
 @contextmanager
@@ -87,4 +108,10 @@ def open_weights(
                     f"--average: {name} is of another model than {refs[-1]}: the mean of different"
                     " geometries is none"
                 )
-        yield Weights(store=store, views=views, model=models[-1], source=sources[-1])
+        yield Weights(
+            store=store,
+            views=views,
+            model=models[-1],
+            source=sources[-1],
+            adapters=tuple(adapters_of(view) for view in views),
+        )

@@ -14,13 +14,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from shardb import ReadView
-from trainer.device import Device
-from trainer.engine import Engine, EngineOptions
 from trainer.errors import InputError
 from trainer.generate import Sampling, generate_ids, stream_text
+from trainer.lora.reading import reading_engine
 from trainer.model.config import ModelConfig
 from trainer.model.stored import TOKENIZER_SHARD, read_bytes, read_model
-from trainer.run_shards import RECIPE_SHARD, read_recipe
 
 
 def generated_text(
@@ -35,10 +33,8 @@ def generated_text(
 ) -> Iterator[str]:
     """Yield the text after `prompt` piece by piece, computed from the shards of one commit."""
     model = read_model(view)
-    # A model that was imported and not trained yet has no recipe.
-    dtype = read_recipe(view).dtype if RECIPE_SHARD in view.names() else "fp32"
     tokenizer = _open_tokenizer(view, tokenizer_file)
-    engine = Engine(model, EngineOptions(dtype=dtype), Device.from_name(device))
+    engine = reading_engine(view, device)
 
     def next_logits(ids: Sequence[int]) -> Tensor:
         batch = torch.tensor([ids[-model.max_position_embeddings :]], dtype=torch.int64)

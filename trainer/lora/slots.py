@@ -73,7 +73,7 @@ class SlotPool:
 
     @contextmanager
     def lease(self, view: TensorImage, dtype: torch.dtype | None) -> Iterator[Lease]:
-        """Give a shard's tensors for a block in `dtype`; with None the store's own, in host memory."""
+        """Give a shard's tensors for a block, in `dtype`; with None the store's own memory."""
         stored = torch_adaptor.tensors(view)
         if self._is_usable(stored, dtype):
             found = Lease(stored, None)
