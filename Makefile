@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 INPUTS := pyproject.toml constraints.txt Makefile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-clean test lint format crash faults kills realfaults exactness bench import-real clean python-check serve-soak serve-npm
+.PHONY: help demo demo-clean test lint format crash faults kills realfaults damage mutation exactness bench import-real clean python-check serve-soak serve-npm
 .DELETE_ON_ERROR:
 
 help: ## This list
@@ -56,6 +56,13 @@ kills: $(VENV)/.installed-test ## Kill thousands of real processes at random mom
 
 realfaults: $(VENV)/.installed-test ## Cut the power of real file systems, and fill them (needs root)
 	@$(BIN)/python -m tools.crash_devices $(REALFAULTS_ARGS)
+
+DAMAGE_OFFSETS ?= 64
+damage: $(VENV)/.installed-test ## Damage every kind of file at many places (DAMAGE_OFFSETS, DAMAGE_SEED)
+	@DAMAGE_OFFSETS=$(DAMAGE_OFFSETS) $(BIN)/python -m pytest -q tests/damage
+
+mutation: $(VENV)/.installed-test ## Plant faults in a copy of the engine; the tests must fail
+	@$(BIN)/python -m tools.mutation $(MUTATION_ARGS)
 
 BENCH_DIR ?= /tmp
 bench: $(VENV)/.installed-test ## Measure the store beside its peers (BENCH_DIR: the disk to measure)
