@@ -78,6 +78,8 @@ class Admission:
 
     def _part(self, job: Job, budget: int) -> Part | None:
         """Give a chunk of the prompt, or the one token that is due with guesses after it."""
+        if job.calls_are_fixed:
+            return self._fixed_part(job, budget)
         remaining = len(job.ids) - job.computed
         count = min(remaining, max(budget, 1))
         if remaining > 1 and budget <= 0:
@@ -87,6 +89,17 @@ class Admission:
         guesses = self._guesses(job) if remaining == 1 else []
         rows = 1 + len(guesses) if count == remaining else 0
         return Part(job=job, count=count, guesses=guesses, logit_rows=rows)
+
+    def _fixed_part(self, job: Job, budget: int) -> Part | None:
+        """Give the call that is due: all that comes first in one piece, then token by token."""
+        is_first = job.computed < job.first_call
+        if is_first and budget <= 0:
+            return None
+        job.computed = 0 if is_first else job.computed
+        count = job.first_call if is_first else 1
+        is_last = job.computed + count == len(job.ids)
+        rows = count if job.wants_prompt_scores else 1 if is_last else 0
+        return Part(job=job, count=count, guesses=(), logit_rows=rows)
 
     def _guesses(self, job: Job) -> list[int]:
         """Guess only what could still be used: each guess and one token more are chosen."""

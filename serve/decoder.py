@@ -87,3 +87,32 @@ class Decoder:
 
     def _linear(self, x: Tensor, weights: Weights, name: str) -> Tensor:
         return self._products.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+
+class RowsPassage:
+    """The requests of one commit in one sweep, all their rows together."""
+
+    def __init__(
+        self, decoder: Decoder, batch: SweepBatch, config: ModelConfig, cache: PagedCache
+    ) -> None:
+        self.logits: Tensor | None = None
+        self._decoder = decoder
+        self._batch = batch
+        self._config = config
+        self._cache = cache
+        self._x_ND: Tensor | None = None
+
+    @property
+    def wants_logits(self) -> bool:
+        """Say whether any row's logits are asked for."""
+        return self._batch.logit_index.numel() > 0
+
+    def run(self, role: Role, layer: int, weights: Weights) -> None:
+        """Take every row through one stage."""
+        found = self._decoder.run(
+            role, layer, weights, self._x_ND, self._batch, self._config, self._cache
+        )
+        if role == "head":
+            self.logits = found
+        else:
+            self._x_ND = found

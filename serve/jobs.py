@@ -5,6 +5,11 @@ events it was sent. Knows nothing of sweeps or weights. Invariant: exactly one `
 
 A job's text is its prompt and the answer so far; `computed` of its tokens have their keys and
 values in the cache. A job that is not held up by its prompt has one token that has not.
+
+Where transformers computes the layers, bits depend on how a text is cut into calls. Such a text is
+always cut alike: the prompt, then single tokens, also when it is computed again after a pause; it
+shares no page with others. A text that outgrows the length at which a family changes its rotary
+positions is begun anew there, as transformers does it.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ from serve.requests import (
     TokenEvent,
     TopLogprobs,
 )
+from serve.rotary_turn import turn_length
 from serve.sampling import Choice, choose, existing, likeliest
 from shardb.errors import ShardbError
 
@@ -54,8 +60,11 @@ class Job:
         self.is_finished = False
         self.reason: Reason | None = None
         self.cached_tokens = 0
+        self.calls_are_fixed = bool(pinned.config.hf_config)
+        self._turn_length = turn_length(pinned.config)
         self._named_pages = 0
         self._names: list[PageName] = []
+        self._end: Finished | None = None
         self._sink = sink
         self._wake = wake
         self._seed = int.from_bytes(os.urandom(8)) if parameters.seed is None else parameters.seed
@@ -89,11 +98,19 @@ class Job:
         """Give the most tokens whose keys and values the job will ever need."""
         return self.prompt_length + max(0, self.parameters.max_tokens - 1)
 
+    @property
+    def first_call(self) -> int:
+        """Give the tokens of the first call, where calls are fixed."""
+        turn = self._turn_length
+        if turn is not None and self.prompt_length <= turn < len(self.ids):
+            return turn + 1
+        return self.prompt_length
+
     def begin(self, cache: PagedCache) -> int:
         """Take over what the cache knows of the text; give the tokens found."""
         self.computed = self._named_pages = 0
         self._prompt_scores = []
-        if self.wants_prompt_scores:
+        if self.wants_prompt_scores or self.calls_are_fixed:
             return 0
         page_tokens = cache.geometry.page_tokens
         self._extend_names(page_tokens, len(self.ids))
@@ -112,6 +129,8 @@ class Job:
 
     def name_pages(self, cache: PagedCache) -> None:
         """Let later requests find the pages that are full."""
+        if self.calls_are_fixed:
+            return
         page_tokens = cache.geometry.page_tokens
         full = self.computed // page_tokens
         if full > self._named_pages:
@@ -176,18 +195,22 @@ class Job:
         error: ShardbError | None = None,
         stop_token_id: int | None = None,
     ) -> None:
-        """Send the last event; does nothing when it was sent already."""
+        """Say how the request ends; does nothing when it has ended already."""
         if self.is_finished:
             return
-        self.is_finished = True
         self.reason = reason
-        event = Finished(
+        self._end = Finished(
             reason=reason,
             error=error,
             stop_token_id=stop_token_id,
             cached_tokens=self.cached_tokens,
         )
-        self._send(event)
+        self.is_finished = True
+
+    def tell_end(self) -> None:
+        """Send the last event, once nothing is held any more for the request."""
+        assert self._end is not None, "it has finished"
+        self._send(self._end)
 
     def _send(self, event: PromptLogprobs | TokenEvent | Finished) -> None:
         try:

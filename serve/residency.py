@@ -2,14 +2,14 @@
 
 Owns the shelf of resident stages with its budget, and the one thread that reads ahead. Knows
 nothing of requests or arithmetic. Invariants: the stages that stay are within the budget; a stage
-that is not resident is read and checked anew in every sweep; nothing is being read from a model
-after `settle` returned.
+that is not resident is read and checked anew in every sweep, once for all that the sweep does with
+it; nothing is being read from a model after `settle` returned.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -58,8 +58,10 @@ class StageShelf:
         self._max_bytes = max_resident_bytes
         self._resident: dict[StageKey, _Resident] = {}
         self._order: deque[StagePlace] = deque()
+        self._after: list[StagePlace] = []
+        self._uses: Counter[StageKey] = Counter()
         self._ahead: tuple[StagePlace, Future[_Brought]] | None = None
-        self._last: tuple[StageKey, Weights] | None = None
+        self._held: dict[StageKey, Weights] = {}
         self._sweep = 0
         self._executor = ThreadPoolExecutor(1, "read-ahead")
 
@@ -71,31 +73,39 @@ class StageShelf:
     def begin_sweep(self, order: Sequence[StagePlace], after: Iterable[StagePlace] = ()) -> None:
         """Announce the stages of a sweep in order, and those that the next one begins with."""
         self._sweep += 1
-        self._last = None
-        self._order = deque([*order, *after])
+        self._held.clear()
+        self._order = deque(order)
+        self._after = list(after)
+        self._uses = Counter(place.key for place in order)
         self._read_ahead()
 
     def take(self, place: StagePlace) -> Weights:
-        """Give a stage; the one before it is let go. Stages that were skipped are passed over.
+        """Give a stage; those that this sweep takes no more are let go, skipped ones passed over.
 
         Raises:
             ShardbError: it cannot be read; other stages still can.
         """
-        while self._order and self._order.popleft() is not place:
-            continue
-        if self._last is not None and self._last[0] == place.key:
-            return self._last[1]
-        self._last = None
-        weights = self._resident_weights(place)
+        self._pass_to(place)
+        weights = self._held.get(place.key)
+        self._held = {key: each for key, each in self._held.items() if self._uses[key] > 0}
+        if weights is None:
+            weights = self._resident_weights(place)
         if weights is None:
             weights = self._keep(place, self._brought(place))
-        self._last = (place.key, weights)
+        self._held[place.key] = weights
         self._read_ahead()
         return weights
 
+    def _pass_to(self, place: StagePlace) -> None:
+        while self._order:
+            passed = self._order.popleft()
+            self._uses[passed.key] -= 1
+            if passed is place:
+                return
+
     def settle(self) -> None:
         """Wait until nothing is being read, so that a lease may be given up."""
-        self._last = None
+        self._held.clear()
         if self._ahead is not None:
             _wait_quietly(self._ahead[1])
             self._ahead = None
@@ -120,9 +130,8 @@ class StageShelf:
         """Begin to read the next stage that is neither resident nor in use."""
         if self._ahead is not None:
             return
-        in_use = None if self._last is None else self._last[0]
-        for place in self._order:
-            if place.key != in_use and place.key not in self._resident:
+        for place in (*self._order, *self._after):
+            if place.key not in self._held and place.key not in self._resident:
                 stays = self._may_stay(place)
                 self._ahead = (place, self._executor.submit(self._bring, place, stays))
                 return

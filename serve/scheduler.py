@@ -2,7 +2,7 @@
 
 Owns the worker thread and the life of every request. Knows nothing of text or HTTP. Invariants: the
 sink is called from the worker thread alone; every accepted request ends with exactly one
-`Finished`; its commit stays leased until then.
+`Finished`, which is sent when its pages and its hold on the commit are given up.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ import torch
 from torch import Tensor
 
 from serve.admission import Admission
-from serve.decoder import Decoder
+from serve.decoder import Decoder, RowsPassage
 from serve.jobs import Job
 from serve.kv_cache import CacheGeometry, PagedCache
 from serve.pinned import PinnedModel
+from serve.request_check import check_request
 from serve.requests import SamplingParameters, Sink
 from serve.residency import StageShelf
 from serve.row_products import RowProducts
 from serve.statistics import SchedulerStatistics
-from serve.sweep import ModelGroup, Part, run_sweep
+from serve.sweep import ModelGroup, Part, Passage, run_sweep
 from serve.sweep_batch import Span, build_batch
 from serve.weights import DTYPES, StagePlace, stage_places
 from shardb.errors import ShardbError, UsageError
@@ -119,7 +120,12 @@ class Scheduler:
                 model's window or than the cache, or the scheduler is closed.
         """
         job = Job(pinned, prompt_ids, parameters, sink, self._wake)
-        self._check(job)
+        check_request(
+            job,
+            page_tokens=self.options.kv_page_tokens,
+            page_count=self.options.kv_cache_bytes // self._geometry(pinned).page_bytes,
+            prompt_scores_max=self.options.prefill_chunk,
+        )
         with self._changed:
             if self._state != "open":
                 raise UsageError("the scheduler is closed: no request is taken any more")
@@ -255,7 +261,7 @@ class Scheduler:
     def _sweep(self, parts: Sequence[Part]) -> None:
         started = time.perf_counter()
         groups = self._groups(parts)
-        run_sweep(groups, self._shelf, self._decoder)
+        run_sweep(groups, self._shelf)
         for group in groups:
             self._tell(group)
         self._counts["sweeps"] += 1
@@ -281,24 +287,37 @@ class Scheduler:
             for part in parts
             for job in (part.job,)
         ]
+        if id(pinned) not in self._places:
+            self._places[id(pinned)] = stage_places(pinned)
+        return ModelGroup(
+            places=self._places[id(pinned)],
+            parts=parts,
+            passage=self._passage(pinned, spans),
+            cache=self._cache_of(pinned),
+        )
+
+    def _passage(self, pinned: PinnedModel, spans: Sequence[Span]) -> Passage:
+        config, cache = pinned.config, self._cache_of(pinned)
+        if config.hf_config:
+            from serve.hf_passage import HfPassage  # transformers is an extra, and slow to load
+
+            return HfPassage(spans, config, cache)
         batch = build_batch(
             spans,
-            pinned.config,
+            config,
             page_tokens=self.options.kv_page_tokens,
             dtype=self._dtype,
             device=self._device.torch_device,
         )
-        if id(pinned) not in self._places:
-            self._places[id(pinned)] = stage_places(pinned)
-        places = self._places[id(pinned)]
-        return ModelGroup(places=places, parts=parts, batch=batch, cache=self._cache_of(pinned))
+        return RowsPassage(self._decoder, batch, config, cache)
 
     def _tell(self, group: ModelGroup) -> None:
         """Give every request its logits, or the error that its model met."""
         start = 0
         for part in group.parts:
             end = start + part.logit_rows
-            rows = group.hidden[start:end] if group.hidden is not None and end > start else None
+            logits = group.passage.logits
+            rows = logits[start:end] if logits is not None and end > start else None
             start = end
             try:
                 if group.error is not None:
@@ -343,7 +362,10 @@ class Scheduler:
         for job in self._admission.remove_finished():
             name = {"stop": "stopped", "length": "at_length", "error": "failed"}
             self._counts[f"requests_{name.get(job.reason or '', 'cancelled')}"] += 1
-            self._release(job.pinned)
+            try:
+                self._release(job.pinned)
+            finally:
+                job.tell_end()
 
     def _release(self, pinned: PinnedModel) -> None:
         """Give a request's hold on its commit up, once nothing is being read from it."""
@@ -353,7 +375,7 @@ class Scheduler:
             self._places.pop(id(pinned), None)
         pinned.release()
 
-    # Caches and checks
+    # Caches
 
     def _geometry(self, pinned: PinnedModel) -> CacheGeometry:
         config = pinned.config
@@ -375,26 +397,3 @@ class Scheduler:
                 geometry, self.options.kv_cache_bytes, self._device.torch_device
             )
         return cache
-
-    def _check(self, job: Job) -> None:
-        config = job.pinned.config
-        if not job.ids:
-            raise UsageError("the prompt is empty: give at least one token")
-        if not 0 <= min(job.ids) <= max(job.ids) < config.vocab_size:
-            raise UsageError(
-                f"the prompt has ids outside the vocabulary of {config.vocab_size} tokens"
-            )
-        total = job.prompt_length + job.parameters.max_tokens
-        if total > config.max_position_embeddings:
-            raise UsageError(
-                f"{job.prompt_length} prompt tokens and {job.parameters.max_tokens} to be generated"
-                f" are {total}, but the model's window is {config.max_position_embeddings}"
-            )
-        stage_places(job.pinned)
-        page_tokens = self.options.kv_page_tokens
-        pages = self.options.kv_cache_bytes // self._geometry(job.pinned).page_bytes - 1
-        if -(-job.tokens_max // page_tokens) > pages:
-            raise UsageError(
-                f"the request needs {job.tokens_max} tokens of keys and values, but kv_cache_bytes"
-                f" {self.options.kv_cache_bytes} holds {pages * page_tokens}: ask for less"
-            )

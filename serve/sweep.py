@@ -10,15 +10,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
-from serve.decoder import Decoder
 from serve.jobs import Job
 from serve.kv_cache import PagedCache
 from serve.residency import StageShelf
-from serve.sweep_batch import SweepBatch
-from serve.weights import StagePlace
+from serve.weights import Role, StagePlace, Weights
 from shardb.errors import ShardbError
 
 LOG = logging.getLogger(__name__)
@@ -34,25 +33,37 @@ class Part:
     logit_rows: int
 
 
+class Passage(Protocol):
+    """The rows of one commit on their way; the head leaves `logits` [rows, V], fp32 on the host."""
+
+    logits: Tensor | None
+
+    @property
+    def wants_logits(self) -> bool:
+        """Say whether any token's logits are asked for."""
+
+    def run(self, role: Role, layer: int, weights: Weights) -> None:
+        """Take the rows through one stage."""
+
+
 @dataclass(kw_only=True, slots=True)
 class ModelGroup:
-    """The requests of one commit in a sweep; `hidden` goes from stage to stage."""
+    """The requests of one commit in a sweep."""
 
     places: Sequence[StagePlace]
     parts: Sequence[Part]
-    batch: SweepBatch
+    passage: Passage
     cache: PagedCache
-    hidden: Tensor | None = None
     error: ShardbError | None = field(default=None)
 
 
-def run_sweep(groups: Sequence[ModelGroup], shelf: StageShelf, decoder: Decoder) -> None:
-    """Take every group to its logits, which `hidden` then holds, or to its `error`."""
+def run_sweep(groups: Sequence[ModelGroup], shelf: StageShelf) -> None:
+    """Take every group to its logits, which its passage then holds, or to its `error`."""
     shelf.begin_sweep(_order(groups), after=[group.places[0] for group in groups])
     for index in range(max(len(group.places) for group in groups)):
         for group in groups:
             if index < len(group.places) and group.error is None:
-                _run_stage(group, group.places[index], shelf, decoder)
+                _run_stage(group, group.places[index], shelf)
 
 
 def _order(groups: Sequence[ModelGroup]) -> list[StagePlace]:
@@ -65,21 +76,11 @@ def _order(groups: Sequence[ModelGroup]) -> list[StagePlace]:
     ]
 
 
-def _run_stage(group: ModelGroup, place: StagePlace, shelf: StageShelf, decoder: Decoder) -> None:
-    if place.key.role == "head" and not group.batch.logit_index.numel():
-        group.hidden = None
+def _run_stage(group: ModelGroup, place: StagePlace, shelf: StageShelf) -> None:
+    if place.role == "head" and not group.passage.wants_logits:
         return
     try:
-        weights = shelf.take(place)
-        group.hidden = decoder.run(
-            place.key.role,
-            place.index - 1,
-            weights,
-            group.hidden,
-            group.batch,
-            place.pinned.config,
-            group.cache,
-        )
+        group.passage.run(place.role, place.index - 1, shelf.take(place))
     except ShardbError as error:
         group.error = error
     except Exception as error:

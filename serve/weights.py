@@ -1,8 +1,11 @@
 """A stage's parameters as the sweep computes with them.
 
-Owns the names of stages and the three roles that a shard has: a table that is looked up, a block, a
-head. Knows nothing of when they are brought in. Invariant: parameters that stay resident are a copy
-of their own, which neither the store's files nor its leases touch any more.
+Owns the names of stages, the roles that a shard has (a table that is looked up, a block, a head),
+and the form it is kept in: `stored`, as it lies in the store; `packed` for the processor, in the
+dtype of computing; `plain`, in that dtype and able to be looked up, for layers of transformers and
+for a shard that is table and head at once, which so is read and kept once. Knows nothing of when
+they are brought in. Invariant: parameters that stay resident are a copy of their own, which neither
+the store's files nor its leases touch any more.
 """
 
 from __future__ import annotations
@@ -19,9 +22,11 @@ from serve.pinned import PinnedModel
 from serve.row_products import RowProducts
 from shardb.errors import UsageError
 from trainer.device import Device
-from trainer.model.stages import LmHead, build_trunk
+from trainer.model.config import ModelConfig
+from trainer.model.stages import build_head, build_trunk
 
 Role = Literal["table", "block", "norm", "head"]
+Form = Literal["stored", "packed", "plain"]
 Weights = Mapping[str, Tensor]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -29,10 +34,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageKey:
-    """One stage of any commit: equal digests in equal roles are equal weights."""
+    """One stage of any commit: equal digests in equal forms are equal weights."""
 
     digest: str
-    role: Role
+    form: Form
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +47,7 @@ class StagePlace:
     pinned: PinnedModel
     shard: str
     key: StageKey
+    role: Role
     index: int
     values: int
 
@@ -51,13 +57,9 @@ def stage_places(pinned: PinnedModel) -> list[StagePlace]:
 
     Raises:
         UsageError: the commit has no such shards, so its model is of another kind.
+        InputError: its layers are those of transformers, which is not installed or is too old.
     """
-    if pinned.config.hf_config:
-        raise UsageError(
-            f"step {pinned.commit.step} holds a model whose layers transformers computes: it can be"
-            " trained and exported, but only models of this project's own stages are served"
-        )
-    stages = [*build_trunk(pinned.config), LmHead(pinned.config)]
+    stages = [*build_trunk(pinned.config), build_head(pinned.config)]
     places = []
     for index, stage in enumerate(stages):
         shard = f"params/{stage.name}"
@@ -66,9 +68,12 @@ def stage_places(pinned: PinnedModel) -> list[StagePlace]:
                 f"step {pinned.commit.step} has no shard {shard}: its model is not one of this"
                 " project's own geometry, and cannot be served"
             )
-        key = StageKey(digest=pinned.digest(shard), role=_role(index, len(stages)))
+        role = _role(index, len(stages))
+        key = StageKey(digest=pinned.digest(shard), form=_form(role, pinned.config))
         values = sum(math.prod(each.shape) for each in stage.parameters.values())
-        places.append(StagePlace(pinned=pinned, shard=shard, key=key, index=index, values=values))
+        places.append(
+            StagePlace(pinned=pinned, shard=shard, key=key, role=role, index=index, values=values)
+        )
     return places
 
 
@@ -80,27 +85,27 @@ def bring_weights(
     *,
     keep: bool,
 ) -> Weights:
-    """Read and check a stage; with `keep` as a copy of its own, packed for the processor.
+    """Read and check a stage; with `keep` as a copy of its own, in the form that its key names.
 
-    Without it they may be the store's mapped file, good while the commit is leased. A table stays
-    as stored: its rows are rounded when they are looked up.
+    Without it they may be the store's mapped file, good while the commit is leased. What stays as
+    stored is a table: its rows are rounded when they are looked up.
 
     Raises:
         CorruptionError: its bytes are not those that were committed.
     """
     view = place.pinned.read(place.shard, again=not keep)
-    is_table = place.key.role == "table"
-    weights = device.bring_in(view, None if is_table else dtype)
+    form = place.key.form
+    weights = device.bring_in(view, None if form == "stored" else dtype)
     if not keep or not device.is_host:
         return weights
-    if is_table:
-        return {name: tensor.clone() for name, tensor in weights.items()}
-    return {name: products.pack(tensor) for name, tensor in weights.items()}
+    if form == "packed":
+        return {name: products.pack(tensor) for name, tensor in weights.items()}
+    return {name: tensor.clone() for name, tensor in weights.items()}
 
 
 def kept_bytes(place: StagePlace, dtype: torch.dtype) -> int:
     """Give the memory that a stage takes when it stays."""
-    if place.key.role == "table":
+    if place.key.form == "stored":
         return place.pinned.size_bytes(place.shard)
     return place.values * dtype.itemsize
 
@@ -116,3 +121,10 @@ def _role(index: int, count: int) -> Role:
     if index == count - 1:
         return "head"
     return "norm" if index == count - 2 else "block"
+
+
+def _form(role: Role, config: ModelConfig) -> Form:
+    if config.hf_config:
+        return "plain"
+    is_shared = config.tied_embeddings and role in ("table", "head")
+    return "plain" if is_shared else "stored" if role == "table" else "packed"

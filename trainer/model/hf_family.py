@@ -16,6 +16,7 @@ with the same bits. One call at a time: a lock guards the borrowed modules.
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import threading
 from collections import OrderedDict
@@ -84,12 +85,20 @@ class HfModel:
         # Gemma3's prefix is that of its model of pictures and text.
         place = "model" if hasattr(model, "model") else model.base_model_prefix
         self._backbone = backbone = getattr(model, place)
+        if not hasattr(backbone, "layers") or not hasattr(backbone, "embed_tokens"):
+            raise InputError(
+                f"the layers of {self.config.model_type} models are not known here: the families"
+                " that are can be read in docs/import.md"
+            )
         self.layers: list[nn.Module] = list(backbone.layers)
         self.norm_name = "norm" if hasattr(backbone, "norm") else "final_layernorm"
         self.norm: nn.Module = getattr(backbone, self.norm_name)
         self.embeddings: nn.Module = backbone.embed_tokens
         self.head: nn.Module = model.lm_head
         _fill_tables(backbone)
+        # Version 5.24 gave the argument another name.
+        accepted = inspect.signature(backbone.forward).parameters
+        self._past_keyword = "cache" if "cache" in accepted else "past_key_values"
         self._notes = [_NotingLayer() for _ in self.layers]
         for index, layer in enumerate(self.layers):
             # Some backbones ask a layer for its kind.
@@ -116,12 +125,29 @@ class HfModel:
     def run_layer(self, index: int, weights: Mapping[str, Tensor], x_BTD: Tensor) -> Tensor:
         """Compute one layer: [B, T, D] to [B, T, D]."""
         with self._lock:
-            handed = self._handed_to(x_BTD)[index]
-            output = functional_call(
-                self.layers[index], dict(weights), (x_BTD, *handed.args), dict(handed.named)
-            )
-        result: Tensor = output[0] if isinstance(output, tuple) else output
-        return result
+            return self._called(index, weights, x_BTD, self._handed_to(x_BTD)[index])
+
+    def new_past(self) -> Any:
+        """Give transformers' own cache of keys and values for this configuration, empty."""
+        return _transformers().cache_utils.DynamicCache(config=self.config)
+
+    def embed_after(
+        self, weights: Mapping[str, Tensor], ids_BT: Tensor, past: Any
+    ) -> tuple[Tensor, list[Handed]]:
+        """Give what the first layer is handed for ids that follow `past`, and each layer beside."""
+        named = {f"embed_tokens.{name}": tensor for name, tensor in weights.items()}
+        asked = {"input_ids": ids_BT, "use_cache": True, self._past_keyword: past}
+        with self._lock, self._tables_on(ids_BT.device):
+            functional_call(self._backbone, named, kwargs=asked)
+            noted = [note.take() for note in self._notes]
+        return noted[0][0], [Handed(args=args, named=named) for _, args, named in noted]
+
+    def run_layer_after(
+        self, index: int, weights: Mapping[str, Tensor], x_BTD: Tensor, handed: Handed
+    ) -> Tensor:
+        """Compute one layer with what `embed_after` gave for it, the past among it."""
+        with self._lock:
+            return self._called(index, weights, x_BTD, handed)
 
     def run_norm(self, weights: Mapping[str, Tensor], x_BTD: Tensor) -> Tensor:
         """Compute the norm after the last layer."""
@@ -139,6 +165,15 @@ class HfModel:
             )
         logits: Tensor = output.logits
         return logits if x.dim() == 3 else logits[0]
+
+    def _called(
+        self, index: int, weights: Mapping[str, Tensor], x_BTD: Tensor, handed: Handed
+    ) -> Tensor:
+        output = functional_call(
+            self.layers[index], dict(weights), (x_BTD, *handed.args), dict(handed.named)
+        )
+        result: Tensor = output[0] if isinstance(output, tuple) else output
+        return result
 
     def _handed_to(self, x_BTD: Tensor) -> list[Handed]:
         """Ask the backbone what it hands each layer for an input of this form."""
@@ -221,8 +256,10 @@ def _fill_tables(backbone: nn.Module) -> None:
             module.embed_scale = torch.tensor(width**0.5 if scale is None else scale)
         elif hasattr(module, "config"):
             made = type(module)(config=module.config)
-            for table, buffer in made.named_buffers():
-                setattr(module, table, buffer)
+            # Version 4 keeps the first angles of a kind that changes as a plain attribute.
+            plain = {k: v for k, v in vars(made).items() if isinstance(v, Tensor)}
+            for table, content in [*made.named_buffers(), *plain.items()]:
+                setattr(module, table, content)
     empty = [name for name, buffer in backbone.named_buffers() if buffer.is_meta]
     if empty:
         raise InputError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,6 +24,7 @@ from tests.support.scripted_store import followers_of, write_scripted_store
 from tests.support.served import Answer, ask, prompts, scheduler, write_model
 from tests.support.small_stores import flip_bit, object_of
 from tests.support.tiny_model import TINY
+from trainer.errors import InputError
 
 CHAIN = list(range(5, 25))
 CYCLE = [5, 6, 7, 8, 5]
@@ -334,9 +336,16 @@ def test_a_diverged_model_ends_its_requests_with_the_reason(tmp_path: Path) -> N
     pinned.release()
 
 
-def test_refuses_a_model_of_stages_it_has_no_arithmetic_for(scripted: PinnedModel) -> None:
+def test_refuses_layers_that_nobody_computes_before_the_request_is_taken(
+    scripted: PinnedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = scripted.config
-    scripted.config = replace(config, hf_config='{"model_type": "gpt2"}')
-    with scheduler() as to, pytest.raises(UsageError, match="only models of this project's own"):
-        ask(to, scripted, [5], 3)
+    with scheduler() as to:
+        scripted.config = replace(config, hf_config='{"model_type": "gpt2"}')
+        with pytest.raises(InputError, match="layers of gpt2 models are not known"):
+            ask(to, scripted, [5], 3)
+        monkeypatch.setitem(sys.modules, "transformers", None)
+        scripted.config = replace(config, hf_config='{"model_type": "gemma", "vocab_size": 32}')
+        with pytest.raises(InputError, match=r"pip install 'shardb\[hf\]'"):
+            ask(to, scripted, [5], 3)
     scripted.config = config

@@ -1,0 +1,142 @@
+"""Is every imported family served as transformers generates, whatever runs beside it?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardb
+from serve.pinned import PinnedModel
+from serve.scheduler import Scheduler
+from tests.support.packages import (
+    FAMILY_NAMES,
+    config_of,
+    import_here,
+    random_tensors,
+    resident,
+    write_package,
+)
+from tests.support.served import Answer, ask, scheduler
+from trainer.device import Device
+from trainer.engine import Engine, EngineOptions
+from trainer.model.config import ModelConfig
+
+NEW = 20
+PROMPTS = [[5], list(range(3, 24)), [7, 7, 9], list(range(40, 12, -1)), [11, 60, 4, 33, 8]]
+LONGROPE = {
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [2.0, 3.0, 4.0, 5.0],
+    },
+    "original_max_position_embeddings": 32,
+    "max_position_embeddings": 128,
+    "sliding_window": None,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in FAMILY_NAMES},
+    "mistral with a window": ("mistral", {"sliding_window": 8}),
+    "phi3 past its turn": ("phi3", LONGROPE),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def package(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    name, changes = CASES[request.param]
+    root = tmp_path_factory.mktemp("package")
+    write_package(root / "package", config_of(name, **changes))
+    import_here(root / "package", root / "store")
+    return root
+
+
+@pytest.fixture(scope="module")
+def pinned(package: Path) -> Iterator[PinnedModel]:
+    opened = PinnedModel.open(package / "store")
+    yield opened
+    opened.release()
+
+
+def generated(model: Any, prompt: Sequence[int]) -> tuple[list[int], list[float]]:
+    """Give what transformers generates greedily, with log-probabilities."""
+    model.generation_config.eos_token_id = None
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        found = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW,
+            do_sample=False,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    tokens = found.sequences[0, len(prompt) :].tolist()
+    rows = [torch.log_softmax(each[0].float(), dim=-1) for each in found.logits]
+    return tokens, [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
+
+
+def recomputed(store: Path, config: ModelConfig, prompt: Sequence[int], count: int) -> list[int]:
+    """Give the likeliest tokens, every time from the whole text, as `train-generate` does."""
+    ids = list(prompt)
+    with shardb.open(store) as opened, opened.at() as view:
+        engine = Engine(config, EngineOptions(), Device.from_name("cpu"))
+        for _ in range(count):
+            ids.append(
+                int(engine.logits(view, torch.tensor([ids]), last_only=True)[0, -1].argmax())
+            )
+    return ids[len(prompt) :]
+
+
+def alone(to: Scheduler, pinned: PinnedModel) -> list[Answer]:
+    return [ask(to, pinned, prompt, NEW).wait() for prompt in PROMPTS]
+
+
+def together(to: Scheduler, pinned: PinnedModel) -> list[Answer]:
+    with to._changed:
+        answers = [ask(to, pinned, prompt, NEW) for prompt in PROMPTS]
+    return [answer.wait() for answer in answers]
+
+
+def test_is_it_what_transformers_generates(package: Path, pinned: PinnedModel) -> None:
+    model = resident(package / "package")
+    with scheduler() as to:
+        answers = together(to, pinned)
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        tokens, logprobs = generated(model, prompt)
+        assert answer.tokens == tokens
+        if pinned.config.hf_config:
+            assert [logprob for _, logprob in answer.scored] == logprobs, "the same bits"
+    assert answers[1].tokens[:4] == recomputed(package / "store", pinned.config, PROMPTS[1], 4)
+
+
+def test_does_nothing_beside_a_request_change_its_bits(pinned: PinnedModel) -> None:
+    with scheduler() as to:
+        expected = [answer.scored for answer in alone(to, pinned)]
+        again = [answer.scored for answer in alone(to, pinned)]
+    pages = 2 * pinned.config.num_layers * 16 * pinned.config.key_value_size * 4
+    with scheduler(prefill_chunk=3, kv_cache_bytes=6 * pages, ngram_speculation=3) as to:
+        crowded = [answer.scored for answer in together(to, pinned)]
+        assert to.statistics().preemptions > 0
+        assert to.statistics().kv_bytes_used == 0
+    with scheduler(max_resident_bytes=0) as to:
+        streamed = [answer.scored for answer in together(to, pinned)]
+    assert expected == again == crowded == streamed
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "phi"])
+def test_would_other_weights_be_noticed(name: str, tmp_path: Path) -> None:
+    found = []
+    for seed in range(2):
+        config = config_of(name)
+        write_package(tmp_path / f"{seed}", config, random_tensors(config, seed=seed))
+        import_here(tmp_path / f"{seed}", tmp_path / f"store{seed}")
+        opened = PinnedModel.open(tmp_path / f"store{seed}")
+        with scheduler() as to:
+            found.append([answer.tokens for answer in together(to, opened)])
+        opened.release()
+    model = resident(tmp_path / "0")
+    assert [generated(model, prompt)[0] for prompt in PROMPTS] == found[0] != found[1]
