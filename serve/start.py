@@ -24,6 +24,7 @@ from serve.request_fields import parse_body
 from serve.scheduler import Scheduler, SchedulerOptions
 from serve.service import Service
 from serve.web_server import make_server
+from serve.weights import stage_places
 from trainer.errors import InputError
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]i?B|B)?\Z", re.IGNORECASE)
@@ -110,6 +111,7 @@ def serve(options: StartOptions, say: Say) -> int:
         first = catalogue.acquire("primary")
         scheduler = Scheduler(scheduler_options)
         try:
+            stage_places(first.pinned)  # what cannot be served is said now, not to a client
             if options.preload:
                 say("reading the stages")
                 scheduler.preload(first.pinned)
