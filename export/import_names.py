@@ -53,12 +53,12 @@ def match(places: Mapping[str, Place], stored: Mapping[str, StoredTensor], *, ti
 
 
 def _equal_heads(found: Mapping[str, StoredTensor]) -> bool:
-    return HEAD in found and EMBEDDINGS in found and _equal(found[HEAD], found[EMBEDDINGS])
+    return HEAD in found and EMBEDDINGS in found and equal_bytes(found[HEAD], found[EMBEDDINGS])
 
 
 def _check_tied(head: StoredTensor, embeddings: StoredTensor) -> None:
     """A head that says it is tied must be: else a trained tensor would be dropped."""
-    if not _equal(head, embeddings):
+    if not equal_bytes(head, embeddings):
         raise InputError(
             f"config.json: tie_word_embeddings is true (or left out, where true is the family's"
             f" default), but {HEAD} differs from {EMBEDDINGS}: a trained head would be lost: set"
@@ -66,7 +66,7 @@ def _check_tied(head: StoredTensor, embeddings: StoredTensor) -> None:
         )
 
 
-def _equal(one: StoredTensor, other: StoredTensor) -> bool:
+def equal_bytes(one: StoredTensor, other: StoredTensor) -> bool:
     """Compare two tensors' bytes, a piece at a time."""
     if one.spec != other.spec:
         return False

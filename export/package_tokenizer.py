@@ -107,7 +107,11 @@ def check_vocabulary(
 
 def is_of_qwen2(tokenizer: PackageTokenizer) -> bool:
     """Say whether it cuts texts as Qwen2's does: version 5 of transformers loads no other there."""
-    document = json.loads(tokenizer.json_bytes)
+    return cuts_as_qwen2(json.loads(tokenizer.json_bytes))
+
+
+def cuts_as_qwen2(document: Mapping[str, Any]) -> bool:
+    """Say so of the content of a tokenizer.json."""
     return QWEN2_PATTERN in json.dumps(document.get("pre_tokenizer"), ensure_ascii=False) and (
         document.get("normalizer") == {"type": "NFC"}
     )

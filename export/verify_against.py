@@ -37,7 +37,7 @@ def compare_folder(
     tensors that were missing or too many, and disagreements of the tokenizer. VerificationError
     where the package cannot be loaded at all, or has another vocabulary.
     """
-    dtype = _told_dtype(folder)
+    dtype = told_dtype(folder)
     ids_T = check_ids(weights.model, weights.commit.id)
     loaded = load(folder, ids_T, BY_TRANSFORMERS, None)
     ours_TV = stage_logits(weights.model, weights.read, ids_T, TORCH_DTYPES[dtype])
@@ -60,7 +60,8 @@ def compare_gguf(
     return compare(ours_TV, loaded.logits_TV, dtype), loaded
 
 
-def _told_dtype(folder: Path) -> str:
+def told_dtype(folder: Path) -> str:
+    """Give the form that the configuration names; InputError where it names none."""
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text())

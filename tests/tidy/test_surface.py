@@ -45,6 +45,7 @@ CALLS = [
     ["import-hf"],
     ["export-hf"],
     ["export-gguf"],
+    ["model-doctor"],
     *[["shardb", verb] for verb in VERBS],
 ]
 
@@ -113,6 +114,7 @@ def test_is_a_poor_help_caught() -> None:
         "import-hf",
         "export-hf",
         "export-gguf",
+        "model-doctor",
     ],
 )
 def test_does_help_come_without_loading_torch(repository: Path, command: str) -> None:

@@ -1,0 +1,141 @@
+"""A package, looked at from all sides: the order in which a doctor looks.
+
+Owns what is looked at and in which order. Knows nothing of how findings are shown. Nothing is
+changed, loaded code is never run, and memory is one header and one chunk; a comparison with a store
+needs what the export's own check needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from export.doctor_against import Compared, folder_against, gguf_against
+from export.doctor_config import config_findings
+from export.doctor_files import MANIFEST, folder_hygiene, folder_weights, manifest_digests
+from export.doctor_findings import Examined, Finding, Place, UnreadablePackageError, worst_first
+from export.doctor_gguf import gguf_findings
+from export.doctor_gguf_header import MAGIC
+from export.doctor_names import name_findings
+from export.doctor_tokenizer import tokenizer_findings
+from export.doctor_values import Extent, not_finite
+from export.import_config import CONFIG
+from export.import_files import INDEX, read_json
+from export.package_weights import open_weights
+from export.verify import Load, load_afresh
+from trainer.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Against:
+    """The commit that a package should be."""
+
+    store: str
+    ref: str | None
+    allow_network: bool = False
+
+
+def examine(path: Path, against: Against | None = None, load: Load = load_afresh) -> Examined:
+    """Look at a folder or a GGUF file.
+
+    UnreadablePackageError where it is neither; errors of the store of `against` are the store's.
+    """
+    if path.is_dir():
+        return _examine_folder(path, against, load)
+    if not path.exists():
+        raise InputError(f"{path}: there is no such folder or file")
+    with path.open("rb") as file:
+        if file.read(len(MAGIC)) != MAGIC:
+            raise UnreadablePackageError(
+                f"{path}: no GGUF file: give a folder with config.json and weights, or a GGUF file"
+            )
+    return _examine_gguf(path, against, load)
+
+
+def _examine_folder(folder: Path, against: Against | None, load: Load) -> Examined:
+    if not any((folder / name).exists() for name in (CONFIG, INDEX)) and not any(
+        folder.glob("*.safetensors")
+    ):
+        if (folder / "adapter_config.json").exists():
+            remedy = "merge it into its model, and look at that"
+            raise UnreadablePackageError(f"{folder}: an adapter, no whole model: {remedy}")
+        inside = sorted(path.name for path in folder.glob("*.gguf"))
+        raise UnreadablePackageError(
+            f"{folder}: no package: it holds neither {CONFIG} nor safetensors weights"
+            + (f"; give the file {folder / inside[0]} itself" if inside else "")
+        )
+    findings: list[Finding] = []
+    weights = folder_weights(folder)
+    findings += weights.findings
+    config = _config(folder, findings)
+    if config is not None:
+        findings += config_findings(config)
+        findings += name_findings(config, weights.tensors)
+        findings += tokenizer_findings(folder, config)
+    findings += folder_hygiene(folder)
+    if (folder / MANIFEST).is_file():
+        findings += manifest_digests(folder)
+    values, looked = not_finite(
+        Extent(
+            name=name,
+            path=tensor.path,
+            offset=tensor.offset,
+            bytes=tensor.spec.bytes,
+            form=tensor.spec.dtype,
+        )
+        for name, tensor in weights.tensors.items()
+    )
+    size = sum(tensor.spec.bytes for tensor in weights.tensors.values())
+    compared = None
+    if against is not None:
+        with open_weights(
+            against.store, ref=against.ref, allow_network=against.allow_network
+        ) as ours:
+            compared = folder_against(folder, ours, size, load)
+    return Examined(
+        path=str(folder),
+        kind="folder",
+        tensors=len(weights.tensors),
+        weight_bytes=size,
+        values_read=looked,
+        against=compared.outcome if compared is not None else None,
+        findings=worst_first([*_of(compared), *findings, *values]),
+    )
+
+
+def _config(folder: Path, findings: list[Finding]) -> dict[str, object] | None:
+    try:
+        config = read_json(folder / CONFIG)
+    except (InputError, OSError) as error:
+        what = str(error).removeprefix(f"{folder / CONFIG}: ")
+        findings.append(Place(file=CONFIG).error("", what, "fetch the file again"))
+        return None
+    if config is None:
+        remedy = "fetch it: weights alone are no model"
+        findings.append(Place(file=CONFIG).error("", "it is not there", remedy))
+    return config
+
+
+def _examine_gguf(path: Path, against: Against | None, load: Load) -> Examined:
+    header, findings, looked = gguf_findings(path)
+    compared = None
+    if against is not None:
+        with open_weights(
+            against.store, ref=against.ref, allow_network=against.allow_network
+        ) as ours:
+            if header is not None:
+                compared = gguf_against(path, header, ours, load)
+    entries = header.tensors.values() if header is not None else ()
+    return Examined(
+        path=str(path),
+        kind="gguf",
+        tensors=len(entries),
+        weight_bytes=sum(entry.bytes or 0 for entry in entries),
+        values_read=looked,
+        against=compared.outcome if compared is not None else None,
+        findings=worst_first([*_of(compared), *findings]),
+    )
+
+
+def _of(compared: Compared | None) -> tuple[Finding, ...]:
+    return compared.findings if compared is not None else ()

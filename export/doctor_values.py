@@ -1,0 +1,118 @@
+"""Values that are not finite, counted in constant memory.
+
+Owns the reading of a tensor's bytes and the counting. Knows nothing of formats: a place in a file,
+a form and a number of bytes are enough. Memory is one chunk. In every IEEE form a value whose
+exponent has all bits set is NaN where the fraction has a bit, else infinite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+
+from export.doctor_findings import Finding, Place
+
+CHUNK_BYTES = 4 << 20
+TOLD_MAX = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Form:
+    """Where exponent and fraction lie; stride, in items: what is a scale among other bytes."""
+
+    item: str
+    exponent: int
+    fraction: int
+    stride: int = 1
+
+
+FORMS: Mapping[str, Form] = MappingProxyType(
+    {
+        "F64": Form(item="<u8", exponent=0x7FF << 52, fraction=(1 << 52) - 1),
+        "F32": Form(item="<u4", exponent=0xFF << 23, fraction=(1 << 23) - 1),
+        "BF16": Form(item="<u2", exponent=0xFF << 7, fraction=(1 << 7) - 1),
+        "F16": Form(item="<u2", exponent=0x1F << 10, fraction=(1 << 10) - 1),
+        # Blocks of 32: an fp16 scale first, then whole numbers.
+        "Q8_0": Form(item="<u2", exponent=0x1F << 10, fraction=(1 << 10) - 1, stride=17),
+        "Q4_0": Form(item="<u2", exponent=0x1F << 10, fraction=(1 << 10) - 1, stride=9),
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Extent:
+    """Where a tensor's bytes lie."""
+
+    name: str
+    path: Path
+    offset: int
+    bytes: int
+    form: str
+
+
+def not_finite(extents: Iterable[Extent]) -> tuple[list[Finding], int]:
+    """Count NaN and infinite values; gives findings, and how many values were looked at."""
+    findings: list[Finding] = []
+    unread: dict[str, int] = {}
+    looked = more = 0
+    for extent in extents:
+        form = FORMS.get(extent.form)
+        if form is None:
+            unread[extent.form] = unread.get(extent.form, 0) + 1
+            continue
+        nan, infinite, count = _count(extent, form)
+        looked += count
+        if not nan and not infinite:
+            continue
+        if len(findings) < TOLD_MAX:
+            findings.append(_finding(extent, nan, infinite, count))
+        else:
+            more += 1
+    if more:
+        what = f"{more} more tensors have values that are not finite"
+        findings.append(Place(file="").error("", what, "see the first ones"))
+    for name, tensors in sorted(unread.items()):
+        what = f"{tensors} tensors of form {name} were not searched for NaN"
+        findings.append(Place(file="").note("", what))
+    return findings, looked
+
+
+def _count(extent: Extent, form: Form) -> tuple[int, int, int]:
+    item_bytes = np.dtype(form.item).itemsize
+    step = item_bytes * form.stride
+    buffer = bytearray(min(extent.bytes, CHUNK_BYTES // step * step))
+    nan = infinite = count = 0
+    with extent.path.open("rb", buffering=0) as file:
+        file.seek(extent.offset)
+        left = extent.bytes
+        while left:
+            part = memoryview(buffer)[: min(left, len(buffer))]
+            _fill(file, part)
+            bits = np.frombuffer(part, dtype=form.item)[:: form.stride]
+            special = bits[(bits & form.exponent) == form.exponent]
+            nans = int(np.count_nonzero(special & form.fraction))
+            nan, infinite = nan + nans, infinite + len(special) - nans
+            count += len(bits)
+            left -= len(part)
+    return nan, infinite, count
+
+
+def _fill(file: object, target: memoryview) -> None:
+    done = 0
+    while done < len(target):
+        count = file.readinto(target[done:])  # type: ignore[attr-defined]
+        if not count:
+            raise OSError("the file became shorter while it was read")
+        done += count
+
+
+def _finding(extent: Extent, nan: int, infinite: int, count: int) -> Finding:
+    what = f"{nan} NaN and {infinite} infinite of {count} values"
+    remedy = "training diverged or the file is damaged: take an earlier checkpoint"
+    if infinite and not nan and extent.form == "F16":
+        remedy = "values beyond fp16's 65504 were converted: export with bf16 or fp32"
+    return Place(file=extent.path.name).error(extent.name, what, remedy)
