@@ -1,7 +1,9 @@
 """A request as the routes see it: its body, checked in size and time.
 
 Owns reading a body. Knows nothing of what it means. Invariants: no more than the limit is ever
-held; a client that sends slowly is not waited for.
+held; a client that sends slowly is not waited for; a client that sends too much can read that it
+did, since most read nothing before they have sent everything, and a connection that is closed with
+bytes unread takes its answer with it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ from serve.limits import Limits
 from serve.request_fields import parse_body
 from serve.sse import ClientLeft
 
+# Of a body that is too large so much is taken and dropped, before the answer says so.
+DROPPED_BYTES_MAX = 64 << 20
+
 
 class Incoming:
     """One request."""
@@ -28,6 +33,7 @@ class Incoming:
         self.rest = rest
         self._scope = scope
         self._limits = limits
+        self._is_too_large = False
 
     @property
     def path(self) -> str:
@@ -51,6 +57,8 @@ class Incoming:
         try:
             data = await asyncio.wait_for(self._body(), self._limits.body_seconds)
         except TimeoutError as error:
+            if self._is_too_large:
+                raise self._too_large() from None
             raise ApiError(
                 408,
                 f"the body did not arrive within {self._limits.body_seconds:g} s",
@@ -60,22 +68,31 @@ class Incoming:
         return parse_body(data)
 
     async def _body(self) -> bytes:
-        told = self.header("content-length")
-        if told is not None and told.isdecimal() and int(told) > self._limits.body_bytes:
+        limit, told = self._limits.body_bytes, self._told_bytes()
+        self._is_too_large = told > limit
+        is_asking_first = self._is_too_large and self.header("expect") is not None
+        if is_asking_first or told > limit + DROPPED_BYTES_MAX:
             raise self._too_large()
         parts: list[bytes] = []
-        size = 0
-        while True:
+        size, is_more = 0, True
+        while is_more and size <= limit + DROPPED_BYTES_MAX:
             message = await self.receive()
             if message["type"] == "http.disconnect":
                 raise ClientLeft
-            part = message.get("body", b"")
-            size += len(part)
-            if size > self._limits.body_bytes:
-                raise self._too_large()
-            parts.append(part)
-            if not message.get("more_body", False):
-                return b"".join(parts)
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            is_more = message.get("more_body", False)
+            self._is_too_large = self._is_too_large or size > limit
+            if self._is_too_large:
+                parts.clear()
+        if self._is_too_large:
+            raise self._too_large()
+        return b"".join(parts)
+
+    def _told_bytes(self) -> int:
+        """Give the size that the client tells beforehand, 0 where it tells none."""
+        told = self.header("content-length") or ""
+        return int(told) if told.isdecimal() else 0
 
     def _too_large(self) -> ApiError:
         return ApiError(

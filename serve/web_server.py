@@ -41,6 +41,8 @@ class Connection(H11Protocol):
         super().__init__(config=config, server_state=server_state, app_state=mine, _loop=_loop)
         self._limits = app_state["limits"]
         self._waiting: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
+        self._answered: Any = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take a connection, unless there are too many."""
@@ -52,6 +54,7 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
         self._stop_waiting()
+        self._stop_dropping()
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
@@ -61,6 +64,16 @@ class Connection(H11Protocol):
             self._stop_waiting()
         elif self._waiting is None and self.conn.trailing_data[0]:
             self._wait_for_request()  # a second request has begun and is not whole
+        if self.cycle is not self._answered or self.conn.their_state is not h11.SEND_BODY:
+            self._stop_dropping()
+
+    def on_response_complete(self) -> None:
+        """Give the rest of a body that nobody read its time to come; it is dropped."""
+        super().on_response_complete()
+        self._stop_dropping()
+        if self.conn.their_state is h11.SEND_BODY:
+            self._answered = self.cycle
+            self._unread = self.loop.call_later(self._limits.body_seconds, self._abort)
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP in the shape of every other error."""
@@ -88,6 +101,11 @@ class Connection(H11Protocol):
         if self._waiting is not None:
             self._waiting.cancel()
             self._waiting = None
+
+    def _stop_dropping(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def _abort(self) -> None:
         self.transport.abort()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +157,75 @@ def test_are_malformed_requests_answered_in_shape(
     server: ByteServer, data: bytes, words: bytes
 ) -> None:
     assert words in read_all(server.open_raw(data))
+    check_well(server)
+
+
+def chunks(count: int) -> Iterator[bytes]:
+    return (b" " * 50_000 for _ in range(count))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(lambda: b" " * 30_000_000, id="told"),
+        pytest.param(lambda: chunks(600), id="chunked"),
+    ],
+)
+def test_can_a_client_that_sends_everything_first_read_that_it_was_too_much(
+    store: Path, body: Callable[[], Any]
+) -> None:
+    with byte_server(
+        store, says("word " * 60), limits=replace(LIMITS, body_seconds=20.0)
+    ) as server:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+        connection.request("POST", "/generate", body())
+        answer = connection.getresponse()
+        assert (answer.status, json.load(answer)["error"]["code"]) == (413, "request_too_large")
+        connection.close()
+        check_well(server)
+
+
+def test_is_a_client_that_asks_first_answered_first(server: ByteServer) -> None:
+    began = time.monotonic()
+    opened = server.open_raw(
+        b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 60000\r\n"
+        b"expect: 100-continue\r\n\r\n"
+    )
+    told = read_all(opened)
+    assert b" 413 " in told
+    assert b" 100 " not in told
+    assert time.monotonic() - began < LIMITS.body_seconds
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "/health", "/v1/models"])
+def test_does_a_body_that_nobody_reads_end_its_connection(server: ByteServer, path: str) -> None:
+    opened = server.open_raw(
+        b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: 9000\r\n\r\n" % path.encode()
+    )
+    opened.settimeout(0.05)
+    deadline = time.monotonic() + 20 * LIMITS.body_seconds
+    told = b""
+    with suppress(ConnectionError):
+        while True:
+            assert time.monotonic() < deadline, "it holds a connection for as long as it likes"
+            with suppress(TimeoutError):
+                part = opened.recv(1 << 16)
+                told += part
+                if not part:
+                    break
+            opened.sendall(b" ")
+    assert b'"code":"' in told
+    check_well(server)
+
+
+def test_does_a_body_that_nobody_reads_leave_its_connection_of_use(server: ByteServer) -> None:
+    late = b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\n"
+    opened = server.open_raw(late)
+    assert b" 404 " in opened.recv(1 << 16)
+    data = json.dumps({**PROMPT, "max_tokens": 100}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d"
+    opened.sendall(b"rest" + head % len(data) + b"\r\n\r\n" + data)  # an answer of a second
+    assert b'"finish_reason":"length"' in read_all(opened)
     check_well(server)
 
 
