@@ -15,6 +15,7 @@ from shardb.format import DIRECTORIES
 from shardb.history import quiet_log, read_newest
 from shardb.index import MAP_BYTES
 from shardb.log import Log
+from shardb.storage_errors import reason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ def take_view(files: FileSystem, root: str) -> View:
             )
     except OSError as error:
         where = error.filename or root
-        raise CorruptionError(f"{where}: cannot be read: {error.strerror}", path=where) from error
+        raise CorruptionError(f"{where}: cannot be read: {reason(error)}", path=where) from error
 
 
 def _list(files: FileSystem, root: str, name: str) -> list[str] | None:

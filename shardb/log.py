@@ -14,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import errno
+import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass
@@ -123,7 +124,12 @@ class Log:
         self._files.sync_directory(self.directory)
 
     def size_bytes(self, sequence: int) -> int:
-        return self._files.status(self.path(sequence)).size_bytes
+        """Bytes of a raw segment; IsADirectoryError when something else lies in its place."""
+        path = self.path(sequence)
+        status = self._files.status(path)
+        if status.is_directory:
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        return status.size_bytes
 
     def read(self, sequence: int, start: int = 0) -> bytes:
         """The bytes of a segment from `start` on; LogDamagedError when it cannot be unpacked."""
@@ -137,7 +143,7 @@ class Log:
 
     def _read_raw(self, sequence: int, start: int) -> bytes:
         path = self.path(sequence)
-        size = self._files.status(path).size_bytes
+        size = self.size_bytes(sequence)
         if size > SEGMENT_READ_LIMIT_BYTES:
             raise LogDamagedError(
                 f"{path}: {size} bytes are more than any segment has; restore it from a copy",

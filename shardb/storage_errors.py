@@ -13,6 +13,10 @@ from shardb.errors import ShardbError, StorageFailedError, StorageFullError
 from shardb.filesystem import FileSystem
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
+IN_THE_WAY = {
+    errno.EISDIR: "a directory lies where the store keeps a file",
+    errno.ENOTDIR: "a file lies where the store keeps a directory",
+}
 
 
 @contextmanager
@@ -38,7 +42,15 @@ def storage_error(
             "commit is intact; free some space (`shardb gc` may help) and go on",
             path=where,
         )
-    return StorageFailedError(f"{where}: {doing} failed: {error.strerror}", path=where)
+    return StorageFailedError(f"{where}: {doing} failed: {reason(error)}", path=where)
+
+
+def reason(error: OSError) -> str:
+    """What the operating system said; and what to do about something that is in the way."""
+    there = IN_THE_WAY.get(error.errno or 0)
+    if there is None:
+        return error.strerror or str(error)
+    return f"{there}; move it away, put back what was there, and run `shardb fsck`"
 
 
 def _free_text(files: FileSystem, path: str) -> str:

@@ -47,15 +47,25 @@ def looks_like_store(path: str) -> bool:
 def store_path(given: str | None) -> str:
     """The absolute path of the store that is meant; NotFoundError when none is."""
     if given is not None:
-        return os.path.abspath(given)
+        return _directory(given)
     variable = os.environ.get(VARIABLE)
     if variable:
-        return os.path.abspath(variable)
+        return _directory(variable)
     if looks_like_store(os.getcwd()):
         return os.getcwd()
     raise NotFoundError(
         f"no store is named: give its directory, set ${VARIABLE}, or change into a store"
     )
+
+
+def _directory(given: str) -> str:
+    """The absolute path; UsageError for a URL, where these verbs cannot work."""
+    if "://" in given:
+        raise UsageError(
+            f"{given}: this verb works on a store in a directory, not at a URL; "
+            f"`shardb clone {given} DIRECTORY` brings it here"
+        )
+    return os.path.abspath(given)
 
 
 def split_store(first: str | None, second: str | None) -> tuple[str, str | None]:
@@ -66,7 +76,7 @@ def split_store(first: str | None, second: str | None) -> tuple[str, str | None]
     if first is None:
         return store_path(None), None
     if second is not None or looks_like_store(first):
-        return os.path.abspath(first), second
+        return _directory(first), second
     try:
         return store_path(None), first
     except NotFoundError as error:
@@ -82,7 +92,7 @@ def split_words(words: Sequence[str] | None, expected: str, *, most: int) -> tup
     if len(given) > most + 1:
         raise UsageError(f"too many arguments: {' '.join(given)!r}; expected {expected}")
     if given and (len(given) == most + 1 or looks_like_store(given[0])):
-        return os.path.abspath(given[0]), given[1:]
+        return _directory(given[0]), given[1:]
     try:
         return store_path(None), given
     except NotFoundError as error:
