@@ -124,8 +124,10 @@ class Log:
         self._files.sync_directory(self.directory)
 
     def size_bytes(self, sequence: int) -> int:
-        """Bytes of a raw segment; IsADirectoryError when something else lies in its place."""
-        path = self.path(sequence)
+        return self._file_bytes(self.path(sequence))
+
+    def _file_bytes(self, path: str) -> int:
+        """Bytes of a file; IsADirectoryError when a directory lies in its place."""
         status = self._files.status(path)
         if status.is_directory:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
@@ -143,7 +145,7 @@ class Log:
 
     def _read_raw(self, sequence: int, start: int) -> bytes:
         path = self.path(sequence)
-        size = self.size_bytes(sequence)
+        size = self._file_bytes(path)
         if size > SEGMENT_READ_LIMIT_BYTES:
             raise LogDamagedError(
                 f"{path}: {size} bytes are more than any segment has; restore it from a copy",
