@@ -210,6 +210,22 @@ def test_is_every_record_synced_before_append_returns(tmp_path: Path) -> None:
         assert len(synced) == count
 
 
+def test_is_a_cut_synced_before_it_is_told(tmp_path: Path) -> None:
+    """The report says that the tail is gone: power loss must not bring it back."""
+    lengths: list[int] = []
+    log = Log(
+        InterposedFiles("fsync", lambda f: lengths.append(os.fstat(f).st_size)), str(tmp_path)
+    )
+    end = filled_log(log)[-1]
+    lengths.clear()
+    with open(log.path(1), "ab") as file:
+        file.write(b"half a record")
+    torn = log.scan(1).torn
+    assert torn is not None
+    log.cut(torn)
+    assert lengths == [end.offset]
+
+
 def test_does_a_segment_appear_whole_or_not_at_all(tmp_path: Path) -> None:
     def fail(*_: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
