@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shardb import torch_adaptor
+from shardb import Transaction, torch_adaptor
 from trainer.adoption import AdoptingTransaction
 from trainer.device import Device
 from trainer.errors import InputError, NonFiniteError
@@ -98,6 +98,13 @@ class Engine:
             for tensor in torch_adaptor.tensors(state).values():
                 tensor.zero_()
             state.seal()
+
+    def prepare_base(self, txn: Transaction) -> list[str]:
+        """Stage what a first step on an import needs beside the import; give what there is to say.
+
+        Nothing, where its weights are trained.
+        """
+        return []
 
     def adopting(self, txn: ShardTransaction) -> ShardTransaction:
         """Give a transaction on an import the form of this run: masters, and state that is zero."""

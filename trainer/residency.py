@@ -121,4 +121,4 @@ class ShardWindow:
 
 
 def _kind_of(name: str) -> Kind:
-    return "params" if name.startswith("params/") else "optim"
+    return "optim" if name.startswith("optim/") else "params"

@@ -158,6 +158,8 @@ class Run:
         recipe, step = self.plan.recipe, self.head.step + 1
         shards: ShardTransaction = metered
         if is_import(self.head):
+            for said in self.engine.prepare_base(txn):
+                self.progress.note(said)
             shards = self.engine.adopting(metered)
             write_meta(txn, recipe, None)
         elif self.unrecorded.keys() - {"position"}:

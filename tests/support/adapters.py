@@ -58,7 +58,7 @@ def adapter_engine(
     return AdapterEngine(model, known, Device.from_name("cpu"), lora, seed=3, poison=poison)
 
 
-def plant_adapters(store: Path, engine: AdapterEngine, seed: int = 11) -> Named:
+def plant_adapters(store: Path, engine: AdapterEngine, seed: int = 11, *, step: int = 1) -> Named:
     """Commit random adapters; give them by stage and name. None of them is zero."""
     generator = torch.Generator().manual_seed(seed)
     planted: Named = {}
@@ -75,7 +75,7 @@ def plant_adapters(store: Path, engine: AdapterEngine, seed: int = 11) -> Named:
                 stage = shard.partition("/")[2]
                 planted |= {f"{stage}:{name}": tensor for name, tensor in tensors.items()}
         txn.write("meta/recipe", {"json": np.zeros(1, np.uint8)}, trainable=False)
-        txn.commit(step=1)
+        txn.commit(step=step)
     assert planted
     assert all(bool(tensor.any()) for tensor in planted.values())
     return planted

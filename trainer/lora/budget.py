@@ -22,7 +22,9 @@ from trainer.budget import (
     with_ram_disk,
 )
 from trainer.device import Device
+from trainer.lora.nf4 import packed_shapes
 from trainer.lora.settings import LoraSettings
+from trainer.lora.slots import placed_bytes
 from trainer.lora.targets import adapter_parameters, adapter_specs, check_targets
 from trainer.lora.walk import predicted_adapter_bytes
 from trainer.model.stages import Stage, build_stages
@@ -50,7 +52,7 @@ def adapter_budget(recipe: Recipe, lora: LoraSettings, settings: Settings, store
         placement_why=why if asked == "auto" else "asked for by --activation-placement",
         boundary_bytes=size,
         spill_bytes=size if placement == "spill" else 0,
-        base_bytes=sum(build(stage.specs).size_bytes for stage in stages),
+        base_bytes=base_bytes(stages, lora),
     )
     memory = _memory(recipe, lora, settings, found)
     return replace(found, memory=with_ram_disk(replace(found, memory=memory), settings, store))
@@ -83,6 +85,14 @@ def _memory(
     shape = step_shape(recipe, settings, "recompute", budget.placement)
     tensors = predicted_adapter_bytes(shape, lora, is_host=True)
     return parts | {TENSORS: tensors, HOLES: int(HEAP_HOLES * tensors)}
+
+
+def base_bytes(stages: list[Stage], lora: LoraSettings) -> int:
+    """Give the most that the frozen shards take: as imported in fp32, and packed beside that."""
+    found = sum(build(stage.specs).size_bytes for stage in stages)
+    if lora.base_quant == "nf4":
+        found += sum(placed_bytes(packed_shapes(stage), 4) for stage in stages)
+    return found
 
 
 def _is_host(recipe: Recipe) -> bool:

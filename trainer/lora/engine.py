@@ -11,11 +11,12 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from shardb import TensorSpec
+from shardb import TensorSpec, Transaction
 from trainer.device import Device
 from trainer.engine import Engine, Rows
 from trainer.errors import InputError, NonFiniteError
 from trainer.evaluate import EvalResult
+from trainer.lora import nf4
 from trainer.lora.adoption import NewAdapters
 from trainer.lora.model import AdaptedModel
 from trainer.lora.settings import LoraSettings
@@ -52,6 +53,8 @@ class AdapterEngine(Engine):
         poison: bool = False,
     ) -> None:
         check_options(options)
+        if lora.base_quant == "nf4":
+            nf4.library()
         super().__init__(config, options, device, spill_folder=spill_folder)
         self.lora = lora
         self._seed = seed
@@ -72,6 +75,14 @@ class AdapterEngine(Engine):
             found[f"adapters/{stage.name}"] = dict(stage.specs)
             found[f"optim/{stage.name}"] = dict(self._model.optimizer.state_specs(stage.specs))
         return found
+
+    def prepare_base(self, txn: Transaction) -> list[str]:
+        """Stage the packed base where it is asked for and not there; give what there is to say."""
+        if self.lora.base_quant == "none":
+            return []
+        packed = nf4.stage_quantised(txn, self.stages, txn.base.shards if txn.base else {})
+        size = f"{packed.bytes:,} bytes, {packed.bytes_a_value:.4f} each"
+        return [f"base in nf4: {packed.values:,} parameters in {size}"]
 
     def adopting(self, txn: ShardTransaction) -> ShardTransaction:
         """Give a transaction on an import adapters with their first values."""

@@ -22,16 +22,21 @@ Product = Callable[[Tensor, Tensor | None], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adapter:
-    """One module's adapter: A [r, in], B [out, r], and the factor of their product."""
+    """One module's adapter: A [r, in], B [out, r], and the factor of their product.
+
+    rounds_first: what is added is cast before the sum, as `peft` does beside a packed base.
+    """
 
     a_RI: Tensor
     b_OR: Tensor
     scale: float
+    rounds_first: bool = False
 
     def added_to(self, output: Tensor, x: Tensor) -> Tensor:
         """Add scale * B(A x) to a base's output, and keep its dtype."""
         low = F.linear(F.linear(x.to(self.a_RI.dtype), self.a_RI), self.b_OR)
-        return (output + low * self.scale).to(output.dtype)
+        added = low * self.scale
+        return (output + (added.to(output.dtype) if self.rounds_first else added)).to(output.dtype)
 
 
 class AdaptedLinears(TorchFunctionMode):

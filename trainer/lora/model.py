@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from trainer.device import Device
+from trainer.lora import nf4
 from trainer.lora.settings import LoraSettings
 from trainer.lora.slots import SlotPool, placed_bytes
 from trainer.lora.stages import AdaptedStage, adapted
 from trainer.lora.targets import check_targets
-from trainer.model.stages import Stage
 from trainer.step_model import StepModel
 
 
@@ -39,7 +39,7 @@ class AdaptedModel:
             step=replace(model, trunk=trunk, head=head, blocks=None),
             trunk=trunk,
             head=head,
-            pool=slot_pool(model, poison=poison),
+            pool=slot_pool(model, trunk, poison=poison),
         )
 
     @property
@@ -55,11 +55,11 @@ class AdaptedModel:
 
     def forward_order(self) -> list[str]:
         """Give the shards of a forward pass."""
-        return [f"params/{stage.name}" for stage in (*self.trunk, self.head)]
+        return [stage.shard for stage in (*self.trunk, self.head)]
 
     def gradient_order(self) -> list[str]:
         """Give the shards of a pass that takes gradients."""
-        return [*self.forward_order(), *(f"params/{stage.name}" for stage in self.backward)]
+        return [*self.forward_order(), *(stage.shard for stage in self.backward)]
 
     def step_order(self) -> list[str]:
         """Give the shards of a step: a pass, then the state of the adapters."""
@@ -70,16 +70,26 @@ class AdaptedModel:
         return None if stage.is_table else self.step.options.torch_dtype
 
 
-def slot_pool(model: StepModel, *, poison: bool) -> SlotPool:
+def slot_pool(model: StepModel, trunk: Sequence[AdaptedStage], *, poison: bool = False) -> SlotPool:
     """Give slots for a model's largest block: one where the host computes, else two in turns."""
-    item_bytes = model.options.torch_dtype.itemsize
-    largest = max(
-        placed_bytes({n: p.shape for n, p in stage.parameters.items()}, item_bytes)
-        for stage in _blocks(model.trunk)
-    )
     device: Device = model.device
-    return SlotPool(device, slot_bytes=largest, slots=1 if device.is_host else 2, poison=poison)
+    return SlotPool(
+        device,
+        slot_bytes=slot_bytes(trunk, model.options.torch_dtype),
+        slots=1 if device.is_host else 2,
+        poison=poison,
+    )
 
 
-def _blocks(trunk: Sequence[Stage]) -> list[Stage]:
-    return [stage for stage in trunk if stage.name.startswith("block_")]
+def slot_bytes(trunk: Sequence[AdaptedStage], dtype: torch.dtype) -> int:
+    """Give what the largest block takes in a slot."""
+    blocks = [stage for stage in trunk if stage.name.startswith("block_")]
+    return max(brought_bytes(stage, dtype) for stage in blocks)
+
+
+def brought_bytes(stage: AdaptedStage, dtype: torch.dtype) -> int:
+    """Give what a stage's weights take in a slot."""
+    if stage.is_packed:
+        return placed_bytes(nf4.packed_shapes(stage.inner), dtype.itemsize)
+    shapes = {name: (each.shape, 0) for name, each in stage.inner.parameters.items()}
+    return placed_bytes(shapes, dtype.itemsize)

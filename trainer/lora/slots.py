@@ -23,6 +23,8 @@ from trainer.device import ALIGNMENT_BYTES, Device
 
 # Every element of these bytes is NaN, in each form of floating point that weights have.
 POISON = 0xFF
+# Tensors with this in their name are no weights that compute: they keep their form.
+KEPT = ".nf4"
 
 
 class StaleSlotError(AssertionError):
@@ -97,7 +99,7 @@ class SlotPool:
         """Say whether what was read needs no slot: it is looked up, or computes as it is."""
         if dtype is None:
             return True
-        ready = all(_is_ready(tensor, dtype) for tensor in stored.values())
+        ready = all(_is_ready(name, tensor, dtype) for name, tensor in stored.items())
         return self._device.is_host and not self.poison and ready
 
     def _free_slot(self, needed_bytes: int) -> Slot:
@@ -123,22 +125,27 @@ class SlotPool:
         return torch.empty(size, dtype=torch.uint8, device=self._device.torch_device)
 
 
-def placed_bytes(shapes: Mapping[str, tuple[int, ...]], item_bytes: int) -> int:
-    """Give what tensors of these shapes take in a slot."""
-    return sum(_whole(torch.Size(shape).numel() * item_bytes) for shape in shapes.values())
+def placed_bytes(tensors: Mapping[str, tuple[tuple[int, ...], int]], item_bytes: int) -> int:
+    """Give what tensors take in a slot: shape and bytes an element, 0 for `item_bytes`."""
+    return sum(
+        _whole(torch.Size(shape).numel() * (own_bytes or item_bytes))
+        for shape, own_bytes in tensors.values()
+    )
 
 
-def _is_ready(tensor: Tensor, dtype: torch.dtype | None) -> bool:
+def _is_ready(name: str, tensor: Tensor, dtype: torch.dtype | None) -> bool:
     """Say whether a tensor of the store computes as it lies there."""
-    return _form(tensor, dtype) == tensor.dtype and tensor.data_ptr() % ALIGNMENT_BYTES == 0
+    is_aligned = tensor.data_ptr() % ALIGNMENT_BYTES == 0
+    return _form(name, tensor, dtype) == tensor.dtype and is_aligned
 
 
-def _form(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+def _form(name: str, tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    is_cast = dtype is not None and tensor.is_floating_point() and KEPT not in name
+    return dtype if dtype is not None and is_cast else tensor.dtype
 
 
 def _placed_bytes(stored: Mapping[str, Tensor], dtype: torch.dtype | None) -> int:
-    return sum(_whole(t.numel() * _form(t, dtype).itemsize) for t in stored.values())
+    return sum(_whole(t.numel() * _form(n, t, dtype).itemsize) for n, t in stored.items())
 
 
 def _whole(size: int) -> int:
@@ -151,7 +158,7 @@ def _fill(
     start = 0
     found = {}
     for name, tensor in stored.items():
-        form = _form(tensor, dtype)
+        form = _form(name, tensor, dtype)
         size = tensor.numel() * form.itemsize
         place = buffer[start : start + size].view(form).view(tensor.shape)
         place.copy_(tensor)

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from trainer.lora.linears import AdaptedLinears, Adapter
+from trainer.lora import nf4
+from trainer.lora.linears import AdaptedLinears, Adapter, Product
 from trainer.lora.settings import LoraSettings
 from trainer.lora.slots import Lease, StaleSlotError
-from trainer.lora.targets import adapter_parameters
+from trainer.lora.targets import adapter_parameters, linear_modules
 from trainer.model.stages import Parameter, Stage
 
 
@@ -69,11 +70,36 @@ class AdaptedStage(Stage):
         if self.is_table:
             rows = next(iter(weights.values()))
             return self.inner.forward(weights, x.to(rows.device)).to(x.device)
-        linears = AdaptedLinears(self._adapters(weights, params))
+        if self.is_packed:
+            weights, products = self._unpacking(weights, x)
+        else:
+            products = []
+        linears = AdaptedLinears(self._adapters(weights, params), products)
         with linears:
             output = self.inner.forward(weights, x)
         assert linears.unused == 0, f"{self.name}: an adapter was passed by"
         return output
+
+    @property
+    def is_packed(self) -> bool:
+        """Say whether the weights that are bound are those of `trainer.lora.nf4`."""
+        return self.lora.base_quant == "nf4" and bool(linear_modules(self.inner))
+
+    @property
+    def shard(self) -> str:
+        """Give the name of the frozen shard that is bound."""
+        return f"{'nf4' if self.is_packed else 'params'}/{self.name}"
+
+    def _unpacking(
+        self, packed: Mapping[str, Tensor], x: Tensor
+    ) -> tuple[Mapping[str, Tensor], list[tuple[Tensor, Product]]]:
+        """Give weights without content in the place of packed ones, and what multiplies by each."""
+        multiplied = nf4.products(self.inner, packed, nf4.code_tables(x.device))
+        weights = {
+            name: x.new_empty(()).expand(parameter.shape) if name in multiplied else packed[name]
+            for name, parameter in self.inner.parameters.items()
+        }
+        return weights, [(weights[name], product) for name, product in multiplied.items()]
 
     def _adapters(
         self, weights: Mapping[str, Tensor], params: Mapping[str, Tensor]
@@ -87,6 +113,7 @@ class AdaptedStage(Stage):
                     a_RI=params[f"{module}.lora_A.weight"],
                     b_OR=params[f"{module}.lora_B.weight"],
                     scale=self.lora.scale,
+                    rounds_first=self.is_packed,
                 ),
             )
             for module in modules

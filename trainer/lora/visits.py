@@ -56,7 +56,7 @@ def visit(
     model: AdaptedModel, window: ShardWindow, stage: AdaptedStage, clock: StepClock
 ) -> Iterator[None]:
     """Have a stage's weights bound for a block."""
-    with window.take(f"params/{stage.name}") as view, ExitStack() as held:
+    with window.take(stage.shard) as view, ExitStack() as held:
         with clock.measure("h2d_seconds"):
             lease = held.enter_context(model.pool.lease(view, model.form(stage)))
         with stage.binding.bound(lease):

@@ -8,6 +8,7 @@ is not the one that computes; where it is, a host needs less.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,9 +21,11 @@ from trainer.device import Device
 from trainer.gradients import GradientSum, taken
 from trainer.head import head_backward
 from trainer.host_walk import SCALARS_BYTES
+from trainer.lora.model import brought_bytes, slot_bytes
 from trainer.lora.settings import LoraSettings
-from trainer.lora.slots import Lease, placed_bytes
+from trainer.lora.slots import Lease
 from trainer.lora.stages import AdaptedStage, adapted
+from trainer.lora.targets import linear_modules
 from trainer.model import layers
 from trainer.model.stages import build_head, build_trunk
 from trainer.step_walk import kind_of
@@ -68,15 +71,22 @@ def _walked(
         shape.seq_len, config.head_dim, config.rope_theta, dtype, META, config.rope_scaling
     )
     trace = MemoryTrace(block_bytes=(lambda size: size) if is_host else block_bytes)
-    trunk = [adapted(stage, lora) for stage in build_trunk(config)]
-    walk = _AdapterWalk(trace, shape, trunk, adapted(build_head(config), lora), is_host=is_host)
+    # A packed base is walked through as one that is not, since its products are no torch code.
+    plain = replace(lora, base_quant="none")
+    trunk = [adapted(stage, plain) for stage in build_trunk(config)]
+    packed = [adapted(stage.inner, lora) for stage in trunk]
+    walk = _AdapterWalk(trace, shape, trunk, adapted(build_head(config), plain), is_host=is_host)
+    walk.slot_bytes = slot_bytes(packed, dtype)
     ids = [
         torch.empty(shape.micro_batch_size, shape.seq_len, dtype=torch.int64, device=META)
         for _ in range(shape.accumulation)
     ]
     with trace, HostAttention() if is_host else FusedAttention():
         walk.step(ids)
-    return trace.peaks
+    if lora.base_quant == "none":
+        return trace.peaks
+    unpacked = _unpacked_bytes(trunk, dtype)
+    return {p: held + (unpacked if p.endswith("block") else 0) for p, held in trace.peaks.items()}
 
 
 class _AdapterWalk:
@@ -98,13 +108,13 @@ class _AdapterWalk:
         self._is_host = is_host
         self._dtype = shape.options.torch_dtype
         self._compute = Compute(device=Device(META), dtype=self._dtype, clock=StepClock())
-        self._slot_bytes = max(self._placed(stage) for stage in trunk if stage.parameters)
+        self.slot_bytes = slot_bytes(trunk, self._dtype)
         self._slots: list[Tensor] = []
 
     def step(self, ids: Sequence[Tensor]) -> None:
         """Walk through a step on ids [B, T], one a micro-batch."""
         count = 1 if self._is_host else 2
-        self._slots = [_memory(self._slot_bytes) for _ in range(count)]
+        self._slots = [_memory(self.slot_bytes) for _ in range(count)]
         adapters = self._adapters()
         tapes: list[Tape] = []
         for stage in self._trunk:
@@ -146,8 +156,9 @@ class _AdapterWalk:
     @contextmanager
     def _visit(self, stage: AdaptedStage) -> Iterator[None]:
         """Bind weights; what is larger than a slot takes memory of its own."""
-        needed = self._placed(stage)
-        own = [_memory(needed)] if needed > self._slot_bytes and not stage.is_table else []
+        needed = brought_bytes(stage, self._dtype)
+        is_kept = stage.is_table or stage.name.startswith("block_")
+        own = [_memory(needed)] if needed > self.slot_bytes and not is_kept else []
         with self._trace.left_out():
             weights = {
                 name: torch.empty(parameter.shape, dtype=self._dtype, device=META)
@@ -160,9 +171,14 @@ class _AdapterWalk:
             yield
         own.clear()
 
-    def _placed(self, stage: AdaptedStage) -> int:
-        shapes = {name: each.shape for name, each in stage.inner.parameters.items()}
-        return placed_bytes(shapes, self._dtype.itemsize)
+
+def _unpacked_bytes(trunk: Sequence[AdaptedStage], dtype: torch.dtype) -> int:
+    """Give what the largest matrix of a block takes while a product has it unpacked, twice over.
+
+    It is unpacked in the form that it was packed from, and then cast to the one that computes.
+    """
+    shapes = [shape for stage in trunk for shape in linear_modules(stage.inner).values()]
+    return max(math.prod(shape) for shape in shapes) * (4 + dtype.itemsize)
 
 
 def _memory(size: int) -> Tensor:

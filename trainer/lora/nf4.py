@@ -1,0 +1,185 @@
+"""A frozen base in NF4: its blocks' matrices in four bits, quantised once, shard by shard.
+
+Owns every use of `bitsandbytes` (extra `nf4`): packing, its state as tensors of an object, and the
+product with a packed weight. Double quantisation is on. Knows nothing of steps. Invariants: what is
+streamed are the bytes that a resident model quantised by the same library holds; both code tables
+are the library's own and are checked, never assumed.
+
+Format of `nf4/<stage>`: for each matrix `W` of the block `W.nf4` (U8, two values a byte),
+`W.nf4_absmax` (U8, one for 64 values), `W.nf4_nested` (F32, one for 256 of those), `W.nf4_offset`
+(F32) and `W.nf4_form` (the name of the dtype it was made of); everything else as it was imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardb import Transaction, torch_adaptor
+from shardb.views import ShardView
+from trainer.errors import InputError
+from trainer.lora.linears import Product
+from trainer.lora.slots import KEPT
+from trainer.lora.targets import linear_modules
+from trainer.model.stages import Stage
+
+PREFIX = "nf4/"
+BLOCK_VALUES, NESTED_VALUES = 64, 256
+TABLE_VALUES = 16
+_FORM, _ABSMAX, _NESTED, _OFFSET = "_form", "_absmax", "_nested", "_offset"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packed:
+    """How much a base took: values of its matrices, and bytes that stand for them."""
+
+    values: int
+    bytes: int
+
+    @property
+    def bytes_a_value(self) -> float:
+        """Give the bytes of a parameter."""
+        return self.bytes / self.values
+
+
+def library() -> Any:
+    """Give `bitsandbytes.functional`; InputError where it is not installed."""
+    try:
+        return importlib.import_module("bitsandbytes.functional")
+    except ImportError as error:
+        raise InputError(
+            f"--base-quant nf4 needs bitsandbytes ({error}): pip install 'shardb[nf4]'"
+        ) from error
+
+
+def quantise(stage: Stage, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Give a block's tensors with its matrices packed."""
+    matrices = {f"{module}.weight" for module in linear_modules(stage)}
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        found |= _packed(name, tensor) if name in matrices else {name: tensor}
+    return found
+
+
+def _packed(name: str, weight: Tensor) -> dict[str, Tensor]:
+    packed, state = library().quantize_4bit(
+        weight.contiguous(), blocksize=BLOCK_VALUES, compress_statistics=True, quant_type="nf4"
+    )
+    _check_tables(state)
+    form = torch_adaptor.NAMES[weight.dtype].encode()
+    return {
+        name + KEPT: packed,
+        name + KEPT + _ABSMAX: state.absmax,
+        name + KEPT + _NESTED: state.state2.absmax,
+        name + KEPT + _OFFSET: state.offset.reshape(1),
+        name + KEPT + _FORM: torch.frombuffer(bytearray(form), dtype=torch.uint8),
+    }
+
+
+def _check_tables(state: Any) -> None:
+    """One copy of each table serves every weight, as long as every weight has the same."""
+    tables = code_tables(state.code.device)
+    assert torch.equal(state.code, tables[0]), "this weight has another table of values"
+    assert torch.equal(state.state2.code, tables[1]), "this weight has another table of scales"
+    assert (state.blocksize, state.state2.blocksize) == (BLOCK_VALUES, NESTED_VALUES)
+
+
+def code_tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Give the library's tables: of 4-bit values [16], of their scales [256]."""
+    functional = library()
+    values = functional.get_4bit_type("nf4", device=device)
+    scales = functional.create_dynamic_map().to(device)
+    assert values.shape == (TABLE_VALUES,)
+    return values, scales
+
+
+def products(
+    stage: Stage, weights: Mapping[str, Tensor], tables: tuple[Tensor, Tensor]
+) -> dict[str, Product]:
+    """Give what multiplies by each packed weight of a block, by the weight's name."""
+    parameters = stage.parameters
+    return {
+        name: _product(name, tuple(parameters[name].shape), weights, tables)
+        for name in (f"{module}.weight" for module in linear_modules(stage))
+        if name + KEPT in weights
+    }
+
+
+def _product(
+    name: str,
+    shape: tuple[int, ...],
+    weights: Mapping[str, Tensor],
+    tables: tuple[Tensor, Tensor],
+) -> Product:
+    functional, library_package = library(), importlib.import_module("bitsandbytes")
+    key = name + KEPT
+    nested = functional.QuantState(
+        absmax=weights[key + _NESTED],
+        code=tables[1],
+        blocksize=NESTED_VALUES,
+        dtype=torch.float32,
+    )
+    state = functional.QuantState(
+        absmax=weights[key + _ABSMAX],
+        shape=torch.Size(shape),
+        code=tables[0],
+        blocksize=BLOCK_VALUES,
+        quant_type="nf4",
+        dtype=torch_adaptor.DTYPES[bytes(weights[key + _FORM].tolist()).decode()],
+        offset=weights[key + _OFFSET].reshape(()),
+        state2=nested,
+    )
+
+    def multiply(x: Tensor, bias: Tensor | None) -> Tensor:
+        output: Tensor = library_package.matmul_4bit(x, weights[key], quant_state=state, bias=bias)
+        return output
+
+    return multiply
+
+
+def stage_quantised(txn: Transaction, stages: list[Stage], known: Mapping[str, object]) -> Packed:
+    """Stage the blocks of an imported base in NF4, frozen, one after the other.
+
+    A block that the commit has already is left as it is.
+    """
+    values = size = 0
+    for stage in stages:
+        matrices = {f"{module}.weight" for module in linear_modules(stage)}
+        if not matrices:
+            continue
+        name = PREFIX + stage.name
+        if name not in known:
+            tensors = torch_adaptor.tensors(txn.read(f"params/{stage.name}"))
+            torch_adaptor.write(txn, name, quantise(stage, tensors), trainable=False)
+        values += sum(math.prod(stage.parameters[each].shape) for each in matrices)
+        size += packed_bytes(txn.read(name))
+    return Packed(values=values, bytes=size)
+
+
+def packed_bytes(view: ShardView) -> int:
+    """Give the bytes of a shard's packed weights and their state."""
+    return sum(spec.bytes for name, spec in view.specs.items() if KEPT in name)
+
+
+def packed_shapes(stage: Stage) -> dict[str, tuple[tuple[int, ...], int]]:
+    """Give shape and bytes an element of a block's tensors as they are streamed."""
+    matrices = {f"{module}.weight" for module in linear_modules(stage)}
+    found: dict[str, tuple[tuple[int, ...], int]] = {}
+    for name, parameter in stage.parameters.items():
+        if name not in matrices:
+            found[name] = (parameter.shape, 0)
+            continue
+        count = parameter.shape[0] * parameter.shape[1]
+        blocks = -(-count // BLOCK_VALUES)
+        found[name + KEPT] = ((-(-count // 2), 1), 1)
+        found[name + KEPT + _ABSMAX] = ((blocks,), 1)
+        found[name + KEPT + _NESTED] = ((-(-blocks // NESTED_VALUES),), 4)
+        found[name + KEPT + _OFFSET] = ((1,), 4)
+        found[name + KEPT + _FORM] = ((4,), 1)
+    return found
