@@ -3,9 +3,9 @@
     FORMAT                        JSON: magic, version, store_id, checksum
     objects/<digest>.safetensors  the bytes of objects, as in a store on a path
     commits/<id>                  a line with the digest of the rest, then the record in msgpack
-    refs/branches/<name>          JSON: commit, step, time, nonce; moved by compare-and-swap only
+    refs/branches/<name>          JSON: commit, step, time, nonce, checksum; compare-and-swap only
     refs/snapshots/<name>         the same; written once
-    policy                        JSON: the retention policy, for a clone
+    policy                        JSON: the retention policy and a checksum, for a clone
 
 Owns the keys and the encodings. Everything read is foreign: each decoder checks what it returns.
 A slash in a name is written as "@", which names cannot have.
@@ -104,12 +104,12 @@ def encode_ref(commit: Commit) -> bytes:
         "time": time.time(),
         "nonce": os.urandom(8).hex(),
     }
-    return json.dumps(fields).encode() + b"\n"
+    return _sealed(fields)
 
 
 def decode_ref(data: bytes, where: str) -> Ref:
-    """Read a ref; CorruptionError when it names no commit."""
-    fields = _json(data, where)
+    """Read a ref; CorruptionError when it is damaged or names no commit."""
+    fields = _unsealed(data, where)
     commit, step = fields.get("commit"), fields.get("step")
     if not isinstance(commit, str) or not ID_PATTERN.match(commit) or not isinstance(step, int):
         raise CorruptionError(f"{where}: names no commit", path=where)
@@ -146,12 +146,29 @@ def decode_commit(data: bytes, commit: str, where: str) -> Record:
 
 def encode_policy(policy: dict[str, Any]) -> bytes:
     """A retention policy's value."""
-    return json.dumps(policy).encode() + b"\n"
+    return _sealed(policy)
 
 
 def decode_policy(data: bytes, where: str) -> dict[str, Any]:
     """Read a retention policy's fields; the caller checks them."""
-    return _json(data, where)
+    return _unsealed(data, where)
+
+
+def _sealed(fields: dict[str, Any]) -> bytes:
+    return json.dumps({**fields, "checksum": _checksum(fields)}).encode() + b"\n"
+
+
+def _unsealed(data: bytes, where: str) -> dict[str, Any]:
+    """The fields of a small value; one that was written without a checksum is let through."""
+    fields = _json(data, where)
+    checksum = fields.pop("checksum", None)
+    if checksum not in (None, _checksum(fields)):
+        raise CorruptionError(
+            f"{where}: damaged: its checksum does not match; delete it and push again, or put it "
+            "back from a copy",
+            path=where,
+        )
+    return fields
 
 
 def _json(data: bytes, where: str) -> dict[str, Any]:

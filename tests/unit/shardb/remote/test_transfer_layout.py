@@ -39,6 +39,12 @@ def test_does_every_value_come_back() -> None:
     assert layout.encode_ref(COMMIT) != layout.encode_ref(COMMIT)  # a nonce
 
 
+def test_is_a_ref_without_a_checksum_still_read() -> None:
+    value = json.loads(layout.encode_ref(COMMIT))
+    del value["checksum"]
+    assert layout.decode_ref(json.dumps(value).encode(), "x").commit == ID
+
+
 @pytest.mark.parametrize("name", ["main", "a/b", "v1.0_x-y"])
 def test_is_a_name_found_again_under_its_key(name: str) -> None:
     key = layout.ref_key(layout.BRANCHES, name)
@@ -86,6 +92,7 @@ def test_is_a_wrong_commit_record_refused(data: bytes) -> None:
         b'{"commit": "x", "step": 1}',
         b'{"commit": "' + b"a" * 32 + b'"}',
         b"\xff",
+        layout.encode_ref(COMMIT).replace(b'"step": 3', b'"step": 7'),
     ],
 )
 def test_is_a_wrong_ref_refused(data: bytes) -> None:
