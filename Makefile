@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 INPUTS := pyproject.toml constraints.txt Makefile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-clean test lint format crash faults kills realfaults damage mutation exactness bench import-real clean python-check serve-soak serve-npm
+.PHONY: help demo demo-clean test lint format crash faults kills realfaults damage mutation exactness bench import-real consumers clean python-check serve-soak serve-npm
 .DELETE_ON_ERROR:
 
 help: ## This list
@@ -75,6 +75,9 @@ bench: $(VENV)/.installed-test ## Measure the store beside its peers (BENCH_DIR:
 
 import-real: $(VENV)/.installed-test ## Import real models and compare (SHARDB_DATA: corpora and models)
 	@$(BIN)/python -m tools.import_real $(IMPORT_ARGS)
+
+consumers: $(VENV)/.installed-test ## Load our packages with transformers 4 and 5, vLLM, llama.cpp (CONSUMERS_ARGS)
+	@$(BIN)/python -m tools.consumers $(CONSUMERS_ARGS)
 
 clean: ## Delete .venv and every cache; runs and stores are not touched
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -93,9 +93,9 @@ def overflowing(folder: Path) -> None:
     set_json("config.json", dtype="float16", torch_dtype="float16")(folder)
 
 
-def put_interleaved(package: Path, folder: Path) -> Path:
+def put_interleaved(package: Path, folder: Path, head_dim: int = MODEL.head_dim) -> Path:
     """Copy a package with its rotary pairs laid out the other way."""
     shutil.copytree(package, folder)
-    rewrite_tensors(folder / SINGLE, interleaved_rotary(MODEL.head_dim))
+    rewrite_tensors(folder / SINGLE, interleaved_rotary(head_dim))
     os.chmod(folder / SINGLE, 0o644)
     return folder
