@@ -74,6 +74,11 @@ def misnamed_spare(root: Path) -> None:
     (root / "spare" / "free.7.0123").write_bytes(b"not seven bytes")
 
 
+def lock_as_directory(root: Path) -> None:
+    (root / "locks/wal").unlink()
+    (root / "locks/wal").mkdir()
+
+
 def set_aside(root: Path) -> None:
     flip_bit(object_of(root, 2, "params/a"), 5000)
     assert run_command(["repair", str(root), "--yes"]) == 1
@@ -103,6 +108,7 @@ CASES: dict[str, Callable[[Path], object]] = {
     "lease_of_dead_reader": write(f"leases/{'1' * 32}.0123456789abcdef"),
     "index_set_aside": write("index/unreadable-1.mdb"),
     "damaged_set_aside": set_aside,
+    "place_taken": lock_as_directory,
 }
 # Nothing is to be done about these: no command is named.
 WITHOUT = {"foreign_file", "log_acknowledged"}
