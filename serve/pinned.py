@@ -24,10 +24,13 @@ from shardb.read_view import CommitView
 from shardb.records import Commit
 from shardb.store import Store
 from shardb.views import ShardView
+from trainer.lora.settings import LoraSettings
 from trainer.model.config import ModelConfig
+from trainer.recipe import Recipe
 
 MODEL_SHARD = "meta/model"
 TOKENIZER_SHARD = "meta/tokenizer"
+RECIPE_SHARD = "meta/recipe"
 SMALL_TENSOR = "json"
 READ_BYTES = 4 << 20
 # Below this a mapping was read from a disk and not from memory; small shards say nothing.
@@ -96,6 +99,7 @@ class PinnedModel:
         self._lock = threading.Lock()
         self._next_checked = 0
         self.config = self._read_config()
+        self.lora = self._read_lora()
         self.tokenizer_bytes: bytes | None = self._read_small(TOKENIZER_SHARD)
 
     @classmethod
@@ -210,6 +214,13 @@ class PinnedModel:
                 f" {MODEL_SHARD}): give another store or REF"
             )
         return ModelConfig.from_json(json.loads(data))
+
+    def _read_lora(self) -> LoraSettings | None:
+        """Read what the adapters beside the base are, where there are any."""
+        if not any(name.startswith("adapters/") for name in self.commit.shards):
+            return None
+        data = self._read_small(RECIPE_SHARD)
+        return None if data is None else Recipe.from_bytes(data).lora
 
     def _read_small(self, shard: str) -> bytes | None:
         if shard not in self.commit.shards:

@@ -20,8 +20,11 @@ from torch import Tensor
 
 from serve.pinned import PinnedModel
 from serve.row_products import RowProducts
+from shardb import torch_adaptor
 from shardb.errors import UsageError
+from shardb.views import ShardView
 from trainer.device import Device
+from trainer.lora.reading import adapter_shard, with_adapters
 from trainer.model.config import ModelConfig
 from trainer.model.stages import build_head, build_trunk
 
@@ -69,7 +72,7 @@ def stage_places(pinned: PinnedModel) -> list[StagePlace]:
                 " project's own geometry, and cannot be served"
             )
         role = _role(index, len(stages))
-        key = StageKey(digest=pinned.digest(shard), form=_form(role, pinned.config))
+        key = StageKey(digest=_digest(pinned, shard), form=_form(role, pinned.config))
         values = sum(math.prod(each.shape) for each in stage.parameters.values())
         places.append(
             StagePlace(pinned=pinned, shard=shard, key=key, role=role, index=index, values=values)
@@ -95,12 +98,32 @@ def bring_weights(
     """
     view = place.pinned.read(place.shard, again=not keep)
     form = place.key.form
-    weights = device.bring_in(view, None if form == "stored" else dtype)
+    beside = adapter_shard(place.pinned.commit.shards, place.shard)
+    if beside is not None:
+        weights = _merged(place, view, beside, device, dtype)
+    else:
+        weights = device.bring_in(view, None if form == "stored" else dtype)
     if not keep or not device.is_host:
         return weights
     if form == "packed":
         return {name: products.pack(tensor) for name, tensor in weights.items()}
     return {name: tensor.clone() for name, tensor in weights.items()}
+
+
+def _digest(pinned: PinnedModel, shard: str) -> str:
+    """Name a stage's weights: those of its shard, and of adapters that are merged into them."""
+    beside = adapter_shard(pinned.commit.shards, shard)
+    return pinned.digest(shard) + (f"+{pinned.digest(beside)}" if beside is not None else "")
+
+
+def _merged(
+    place: StagePlace, view: ShardView, beside: str, device: Device, dtype: torch.dtype
+) -> Weights:
+    """Give a block with its adapters merged in, in fp32 before it is rounded to `dtype`."""
+    lora = place.pinned.lora
+    assert lora is not None, "a commit with adapters says what they are"
+    weights = with_adapters(torch_adaptor.tensors(view), place.pinned.read(beside), lora)
+    return {name: device.to_device(tensor).to(dtype) for name, tensor in weights.items()}
 
 
 def kept_bytes(place: StagePlace, dtype: torch.dtype) -> int:
