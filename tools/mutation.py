@@ -6,7 +6,7 @@ or a failing test would prove nothing. A mutant that survives is a hole in the t
 at any time: the same command goes on, and tries again only what changed or survived.
 
 Exit codes: 0 every mutant was killed; 1 some were not, or the tests fail without a fault; 2 usage,
-or a mutant that does not fit the sources any more; 130 interrupted.
+or a mutant that does not fit the sources any more; 130 and 143 interrupted.
 """
 
 from __future__ import annotations
@@ -327,4 +327,5 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves through `finally`
     sys.exit(main())
