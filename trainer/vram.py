@@ -86,10 +86,14 @@ def _line(two: Mapping[str, int], three: Mapping[str, int], more: int) -> dict[s
 
 def lasting_bytes(shape: StepShape) -> int:
     """Tables of angles, token ids and labels: there during the whole step."""
-    item = shape.options.torch_dtype.itemsize
     ids = block_bytes(8 * shape.micro_batch_size * shape.seq_len)
-    tables = 2 * block_bytes(shape.seq_len * shape.model.head_dim * item)
-    return tables + 2 * shape.accumulation * ids + _ahead_bytes(shape)
+    return table_bytes(shape) + 2 * shape.accumulation * ids + _ahead_bytes(shape)
+
+
+def table_bytes(shape: StepShape) -> int:
+    """Tables of angles."""
+    item = shape.options.torch_dtype.itemsize
+    return 2 * block_bytes(shape.seq_len * shape.model.head_dim * item)
 
 
 def _ahead_bytes(shape: StepShape) -> int:

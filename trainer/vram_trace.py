@@ -63,6 +63,11 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._phase = outer
 
+    @property
+    def current(self) -> str:
+        """Give the name of the phase that is counted."""
+        return self._phase
+
     @contextmanager
     def left_out(self) -> Iterator[None]:
         """Do not count what is made inside: it is somebody else's memory."""

@@ -76,6 +76,7 @@ class Passes:
         self._recorded: dict[tuple[object, ...], _Recorded | None] = {}
         self._heads: dict[tuple[object, ...], _RecordedHead | None] = {}
         self._fixed: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
+        self._labels: dict[torch.Size, Tensor] = {}
         self._loss_sum: Tensor | None = None
 
     def forward(
@@ -163,19 +164,21 @@ class Passes:
         labels: Tensor,
         total: PlacedSum,
     ) -> _RecordedHead | None:
-        fixed, loss_sum = self._buffers(x)[0], self._loss_sum
+        """Record it on buffers that all recordings share, so that nothing lasts of each."""
+        (fixed, gradient), loss_sum = self._buffers(x), self._loss_sum
         assert loss_sum is not None
-        fixed_labels = labels.clone()
-        has_terms = total.has_terms
+        if labels.shape not in self._labels:
+            self._labels[labels.shape] = labels.clone()
+        fixed_labels, has_terms = self._labels[labels.shape], total.has_terms
 
-        def run() -> Tensor:
+        def run() -> None:
             same = PlacedSum(total.gradients, has_terms=has_terms)
-            return work.run(weights, fixed, fixed_labels, same, loss_sum)
+            gradient.copy_(work.run(weights, fixed, fixed_labels, same, loss_sum))
 
         captured = self._lanes.capture(run)
         if captured is None:
             return None
-        return _RecordedHead(x=fixed, labels=fixed_labels, gradient=captured[0], run=captured[1])
+        return _RecordedHead(x=fixed, labels=fixed_labels, gradient=gradient, run=captured[1])
 
     def _buffers(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Give the fixed input and gradient of this shape, which all recordings share."""

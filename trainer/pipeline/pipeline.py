@@ -20,6 +20,7 @@ from trainer.pipeline.boundaries import Boundaries, new_boundaries
 from trainer.pipeline.footprint import PipelineSizes
 from trainer.pipeline.gradients import GradientBank
 from trainer.pipeline.graphs import Passes
+from trainer.pipeline.measuring import Measures
 from trainer.pipeline.residents import Resident, new_resident, resident_bytes
 from trainer.pipeline.sealing import Sealer
 from trainer.pipeline.shapes import StageShape, stage_shape
@@ -49,13 +50,15 @@ class PipelineSettings:
 class Pipeline:
     """The lasting part of the pipeline of one model on one device; `close` it before the stores."""
 
-    def __init__(self, model: StepModel, settings: PipelineSettings) -> None:
+    def __init__(
+        self, model: StepModel, settings: PipelineSettings, lanes: Lanes | None = None
+    ) -> None:
         assert isinstance(model.optimizer, AdamW)
         sizes = settings.sizes
         self.model = model
         self.settings = settings
         self.rule: AdamW = model.optimizer
-        self.lanes: Lanes = lanes_of(model.device)
+        self.lanes: Lanes = lanes or lanes_of(model.device)
         self.images = HostImages(self.lanes, model.device.page_locks)
         self.sealer = Sealer(self.lanes, in_background=not model.device.is_host)
         self.shapes = stage_shapes(model, sizes)
@@ -105,6 +108,10 @@ class Pipeline:
         """Elements of the largest stage that computes with a cast copy."""
         stages: list[Stage] = [*self.model.trunk, self.model.head]
         return max(self.shapes[s.name].count for s in stages if not s.keeps_master_dtype)
+
+    def new_measures(self, max_norm: float) -> Measures:
+        """Give what a step measures into."""
+        return Measures(max_norm, self.told)
 
     def reset(self) -> None:
         """Be ready for another step after one that did not come to its end.

@@ -29,7 +29,7 @@ from trainer.model.stages import Stage
 from trainer.pipeline.feeding import BaseImages, Brought, Parameters, StagedImage, StateTiles
 from trainer.pipeline.gradients import GradientBank
 from trainer.pipeline.graphs import HeadWork
-from trainer.pipeline.measuring import Measures, Told
+from trainer.pipeline.measuring import Told
 from trainer.pipeline.pipeline import Pipeline
 from trainer.pipeline.slots import Slot
 from trainer.pipeline.updating import TileTensors, Updates
@@ -92,7 +92,7 @@ class PipelineStep:
         assert order.step == self.step
         self._order = order
         max_norm = self._model.options.max_grad_norm * order.grad_norm_scale
-        self._measures = Measures(max_norm, self._pipeline.told)
+        self._measures = self._pipeline.new_measures(max_norm)
         self._updates_at_once = self._mode != "global" or not self._pipeline.clipped_last
         self._pipeline.step_number.fill_(float(order.step))
         self._lanes.wait(Lane.UPDATE, self._lanes.mark(Lane.COMPUTE))
