@@ -21,10 +21,12 @@ from typing import Any
 
 from serve.chat_template import ChatFormat, template_of
 from serve.errors import ApiError, model_not_found
+from serve.package_files import json_of
 from serve.pinned import ModelStore, PinnedModel
 from serve.vocabulary import Vocabulary
 from shardb.errors import ConflictError, NotFoundError, UsageError
 from shardb.records import Commit
+from trainer.errors import InputError
 from trainer.model.stored import SOURCE_SHARD, TOKENIZER_FILES_SHARD
 
 ID_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-@/]{0,254}\Z")
@@ -195,6 +197,9 @@ class Catalogue:
         store, pinned = self._find(model)
         try:
             return Model(id=model, store=store.name, pinned=pinned, words=self._words_of(pinned))
+        except InputError as error:
+            pinned.release()
+            raise ApiError(500, error.message, code="tokenizer_unreadable") from error
         except BaseException:
             pinned.release()
             raise
@@ -253,7 +258,7 @@ class Catalogue:
         try:
             vocabulary = Vocabulary(files["tokenizer.json"], begin_id=begin_id)
         except Exception as error:  # the library raises plain Exception
-            raise UsageError(f"the tokenizer cannot be read: {error}") from error
+            raise InputError(f"tokenizer.json cannot be read: {error}") from error
         chat = self._template or template_of(files) or self._chat
         return Words(vocabulary=vocabulary, chat=chat, stop_ids=_stop_ids(pinned, files))
 
@@ -314,7 +319,7 @@ def _stop_ids(pinned: PinnedModel, files: Mapping[str, bytes]) -> frozenset[int]
         data = pinned.read(SOURCE_SHARD).array(_SMALL_TENSOR).tobytes()
         config = json.loads(data).get("generation_config") or {}
     elif "generation_config.json" in files:
-        config = json.loads(files["generation_config.json"])
+        config = json_of(files, "generation_config.json")
     ends = config.get("eos_token_id")
     ids = ends if isinstance(ends, list) else [ends]
     return frozenset(token for token in ids if type(token) is int and token >= 0)

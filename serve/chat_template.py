@@ -23,6 +23,7 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from serve.errors import ApiError
+from serve.package_files import json_of, text_of
 from serve.vocabulary import Vocabulary
 from trainer.errors import InputError
 
@@ -167,13 +168,14 @@ def template_of(files: Mapping[str, bytes]) -> TemplateFormat | None:
     Newer packages keep it in chat_template.jinja, older ones inside tokenizer_config.json, as a
     text or as a list of named ones of which "default" counts.
     """
-    config = json.loads(files.get("tokenizer_config.json", b"{}"))
+    config = json_of(files, "tokenizer_config.json")
     source: Any = config.get("chat_template")
     if isinstance(source, list):
-        named = {entry.get("name"): entry.get("template") for entry in source}
+        entries = [entry for entry in source if isinstance(entry, dict)]
+        named = {entry.get("name"): entry.get("template") for entry in entries}
         source = named.get("default")
     if "chat_template.jinja" in files:
-        source = files["chat_template.jinja"].decode()
+        source = text_of(files["chat_template.jinja"], "chat_template.jinja")
     if not isinstance(source, str):
         return None
     return TemplateFormat(source, special_tokens_of(config))

@@ -19,8 +19,9 @@ from pathlib import Path
 
 from serve.catalogue import Catalogue, StoreSource
 from serve.chat_template import ChatFormat, TemplateFormat, adapter, special_tokens_of
+from serve.errors import ApiError
 from serve.limits import Limits
-from serve.request_fields import parse_body
+from serve.package_files import json_of, text_of
 from serve.scheduler import Scheduler, SchedulerOptions
 from serve.service import Service
 from serve.web_server import make_server
@@ -108,10 +109,10 @@ def serve(options: StartOptions, say: Say) -> int:
                 f"warning: {options.host} can be reached from other machines, and no key is asked"
                 " for: give --api-key-file, or listen on 127.0.0.1"
             )
+        check_served(catalogue)
         first = catalogue.acquire("primary")
         scheduler = Scheduler(scheduler_options)
         try:
-            stage_places(first.pinned)  # what cannot be served is said now, not to a client
             if options.preload:
                 say("reading the stages")
                 scheduler.preload(first.pinned)
@@ -140,6 +141,23 @@ def serve(options: StartOptions, say: Say) -> int:
         if server.stop_signal is not None:
             say(f"{server.stop_signal.name}: stopped")
         return server.exit_code
+
+
+def check_served(catalogue: Catalogue) -> None:
+    """Say now, not to a client, which role cannot be answered from.
+
+    Raises:
+        InputError: a model has no tokenizer, or one that cannot be read.
+    """
+    for store in catalogue.stores:
+        try:
+            model = catalogue.acquire(store.role)
+        except ApiError as error:
+            raise InputError(f"{store.role}, the store {store.name}: {error.message}") from error
+        try:
+            stage_places(model.pinned)
+        finally:
+            model.release()
 
 
 def size_in_bytes(text: str, flag: str) -> int:
@@ -229,9 +247,8 @@ def template_of_flag(options: StartOptions) -> ChatFormat | None:
     """Read the file of --chat-template."""
     if options.chat_template is None:
         return None
-    source = _read(options.chat_template, "--chat-template").decode()
-    files = tokenizer_files_of(options) or {}
-    config = parse_body(files.get("tokenizer_config.json", b"{}"))
+    source = text_of(_read(options.chat_template, "--chat-template"), options.chat_template)
+    config = json_of(tokenizer_files_of(options) or {}, "tokenizer_config.json")
     return TemplateFormat(source, special_tokens_of(config))
 
 

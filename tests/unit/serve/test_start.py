@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import re
 import socket
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import shardb
+from serve.catalogue import Catalogue, StoreSource
+from serve.chat_template import adapter
 from serve.start import (
     StartOptions,
     api_keys_of,
+    check_served,
     is_loopback,
     limits_of,
     listening_socket,
@@ -21,7 +29,7 @@ from serve.start import (
     template_of_flag,
     tokenizer_files_of,
 )
-from tests.support.byte_model import small_store
+from tests.support.byte_model import MODEL, byte_tokenizer, small_store
 from trainer.errors import InputError
 
 
@@ -109,3 +117,49 @@ def test_is_a_taken_port_told_before_anything_slow(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=f"port {port}"):
             serve(StartOptions(store=str(run), port=port), lambda _: None)
     assert socket.socket().connect_ex(("127.0.0.1", port)) != 0
+
+
+BYTES = b"\xf1\x80"
+BROKEN_FILES = {
+    "tokenizer.json": (BYTES, b"{", b"[]", b"{}"),
+    "tokenizer_config.json": (BYTES, b"{", b"[]", b"[" * 100_000),
+    "generation_config.json": (BYTES, b"{", b"7"),
+    "chat_template.jinja": (BYTES,),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [(name, data) for name, contents in BROKEN_FILES.items() for data in contents],
+    ids=lambda value: str(value[:6]),
+)
+def test_is_a_broken_file_of_a_tokenizer_named(tmp_path: Path, name: str, data: bytes) -> None:
+    run = small_store(tmp_path / "run")
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_bytes(byte_tokenizer())
+    (folder / name).write_bytes(data)
+    with pytest.raises(InputError, match=f"{re.escape(name)} cannot be read"):
+        serve(StartOptions(store=str(run), port=0, tokenizer=str(folder)), lambda _: None)
+
+
+def test_is_a_template_that_is_no_text_named(tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_bytes(BYTES)
+    with pytest.raises(InputError, match=r"chat\.jinja cannot be read"):
+        template_of_flag(options(chat_template=str(template)))
+
+
+@pytest.mark.parametrize("role", ["primary", "backup"])
+def test_is_a_model_without_a_tokenizer_refused_at_the_start(tmp_path: Path, role: str) -> None:
+    bare = tmp_path / "bare"
+    with shardb.open(bare, create=True) as store, store.begin() as transaction:
+        model = np.frombuffer(json.dumps(MODEL.to_json()).encode(), dtype=np.uint8)
+        transaction.write("meta/model", {"json": model}, trainable=False)
+        transaction.commit(step=1)
+    sources = [StoreSource(role=role, path=str(bare))]
+    with (
+        closing(Catalogue(sources, follow=False, chat=adapter("plain"))) as catalogue,
+        pytest.raises(InputError, match=f"{role}, the store bare: .* --tokenizer DIR"),
+    ):
+        check_served(catalogue)
