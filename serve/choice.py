@@ -76,8 +76,9 @@ class Choice:
     def _take_token(self, event: TokenEvent) -> Piece | None:
         self.token_count += 1
         self.logprob_sum += event.logprob
-        self._pending.append(SaidToken(event=event, start=self._made))
         text = self._detokenizer.push(event.token_id)
+        lead = self._detokenizer.lead(event.token_id, text)
+        self._pending.append(SaidToken(event=event, start=self._made + lead))
         self._made += len(text)
         said = self._stops.push(text)
         self._said += len(said)

@@ -42,6 +42,16 @@ class Detokenizer:
         self._said = len(self._window)
         return text
 
+    def lead(self, token: int, text: str) -> int:
+        """Give how many characters of what `push` gave belong to the tokens before this one.
+
+        Bytes that never became a character are said with the next token, and are not its own.
+        """
+        data = self._vocabulary.token_bytes(token)
+        own = data.decode("utf-8", "ignore")
+        is_whole = bool(own) and own.encode() == data
+        return len(text) - len(own) if is_whole and text.endswith(own) else 0
+
     def finish(self) -> str:
         """Give what is left: bytes that never became a character, as U+FFFD."""
         return self._flush_window() + self._utf8.decode(b"", final=True)

@@ -218,8 +218,9 @@ def echoed_text(vocabulary: Vocabulary, ids: Sequence[int]) -> tuple[list[int], 
     detokenizer = Detokenizer(vocabulary)
     starts, text = [], ""
     for token in ids:
-        starts.append(len(text))
-        text += detokenizer.push(token)
+        said = detokenizer.push(token)
+        starts.append(len(text) + detokenizer.lead(token, said))
+        text += said
     return starts, text + detokenizer.finish()
 
 

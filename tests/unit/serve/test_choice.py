@@ -7,6 +7,7 @@ import pytest
 from serve.choice import Choice, Piece
 from serve.errors import ApiError
 from serve.logprob_answers import chat_logprobs, completion_logprobs, finite, token_text
+from serve.openai_answers import echoed_text
 from serve.requests import Finished, TokenEvent
 from serve.stop_strings import StopStrings
 from serve.vocabulary import Vocabulary
@@ -51,6 +52,29 @@ def test_is_held_text_said_at_the_end(words: Vocabulary) -> None:
     _, pieces = run(words, "one STO", ["STOP"], Finished(reason="stop", stop_token_id=0))
     assert told(pieces) == ("one STO", ids_of("one STO"))
     assert (pieces[-1].finish, pieces[-1].ended_by) == ("stop", 0)
+
+
+@pytest.mark.parametrize(
+    ("data", "text", "starts"),
+    [
+        (b"a\xe7b", "a\ufffdb", [0, 1, 2]),
+        (b"\xe7\x8cbc", "\ufffdbc", [0, 0, 1, 2]),
+        (b"\xe7\xe7\x8c\xabb", "\ufffd猫b", [0, 0, 1, 1, 2]),
+        ("a猫b", "a猫b", [0, 1, 1, 1, 2]),
+    ],
+)
+def test_does_a_token_start_where_its_own_text_does(
+    words: Vocabulary, data: str | bytes, text: str, starts: list[int]
+) -> None:
+    _, pieces = run(words, data, [])
+    assert "".join(piece.text for piece in pieces) == text
+    assert [said.start for piece in pieces for said in piece.tokens] == starts
+    assert echoed_text(words, ids_of(data)) == (starts, text)
+
+
+def test_is_a_stop_string_after_half_a_character_not_told(words: Vocabulary) -> None:
+    _, pieces = run(words, b"a\xe7stop", ["stop"])
+    assert told(pieces) == ("a\ufffd", ids_of(b"a\xe7"))
 
 
 def test_may_the_rest_of_a_character_end_the_text(words: Vocabulary) -> None:
