@@ -35,7 +35,7 @@ from shardb.testing.oracle import check
 from shardb.testing.verbs import Scene, small_base
 from tests.support.forked import Child, Tell
 from tools.crash_campaign import ALL_VERBS
-from tools.crash_kills import LostError, World, reference_run, train
+from tools.crash_kills import STEPS_MAX, LostError, World, reference_run, train
 from tools.crash_training import TRAIN
 
 # _IOR('X', 125, __u32), the same for ext4 and xfs.
@@ -104,28 +104,38 @@ def make_loop_file(path: Path) -> None:
 
 
 def power_cuts(scratch: Path, cuts: int, draw: random.Random) -> int:
-    """Cut the power so often; the step that was reached. LostError says what was lost."""
-    image = scratch / "disk.ext4"
-    make_loop_file(image)
-    world = World(
-        root=scratch / "mounted" / "run",
-        medium="disk",
-        writer="trainer",
-        reference=reference_run(scratch / "reference"),
-    )
-    for _ in range(cuts):
-        with mounted(scratch / "mounted", ["-o", "loop", str(image)]) as place:
-            child = Child(lambda tell: _train_to_the_end(world.root, tell))
-            if draw.random() < 0.8:
-                child.first()
-            time.sleep(draw.random() * CUT_SECONDS)
-            cut_power(place)
-            told = child.kill_after(0.0)
-        world.told = max([world.told, *(number for number in told if number >= 0)])
-        world.rounds += 1
-        with mounted(scratch / "mounted", ["-o", "loop", str(image)]):
-            world.check({-number for number in told if number < 0})
-    return world.told
+    """Cut the power so often; the steps of all disks together. LostError says what was lost.
+
+    A run that comes near its end is followed by another on a new disk.
+    """
+    reference = reference_run(scratch / "reference")
+    steps, left = 0, cuts
+    while left:
+        make_loop_file(scratch / "disk.ext4")
+        world = World(
+            root=scratch / "mounted" / "run", medium="disk", writer="trainer", reference=reference
+        )
+        while left and world.told < STEPS_MAX - 1:
+            _cut_once(scratch, world, draw)
+            left -= 1
+        steps += world.told
+    return steps
+
+
+def _cut_once(scratch: Path, world: World, draw: random.Random) -> None:
+    """Let the run train, cut its power, and check what another mount finds."""
+    words = ["-o", "loop", str(scratch / "disk.ext4")]
+    with mounted(scratch / "mounted", words) as place:
+        child = Child(lambda tell: _train_to_the_end(world.root, tell))
+        if draw.random() < 0.8:
+            child.first()
+        time.sleep(draw.random() * CUT_SECONDS)
+        cut_power(place)
+        told = child.kill_after(0.0)
+    world.told = max([world.told, *(number for number in told if number >= 0)])
+    world.rounds += 1
+    with mounted(scratch / "mounted", words):
+        world.check({-number for number in told if number < 0})
 
 
 def _train_to_the_end(root: Path, tell: Tell) -> None:
@@ -218,7 +228,7 @@ def main() -> int:
         try:
             if what == "power":
                 step = power_cuts(scratch, arguments.cuts, draw)
-                print(f"power: cut {arguments.cuts} times, nothing lost; the run is at step {step}")
+                print(f"power: cut {arguments.cuts} times, nothing lost; {step} steps were made")
             else:
                 verbs = [verb for verb in sorted(ALL_VERBS) if verb != TRAIN]
                 counts = full_disks(scratch, verbs, draw, arguments.passes)
