@@ -26,8 +26,8 @@ from shardb.retention import Policy
 from shardb.transfer import copy_commit, copy_snapshot
 from shardb.transfer_publisher import Publisher
 from trainer.active_relation import Relation, relation_of
-from trainer.budget import in_bytes
 from trainer.pins import beaten_bests, drop
+from trainer.sizes import in_bytes
 from trainer.tiers import durable_step_of
 from trainer.watchdog import Watchdog
 

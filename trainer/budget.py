@@ -18,13 +18,14 @@ from shardb.filesystem import RealFileSystem
 from shardb.layout import build
 from trainer.errors import InputError
 from trainer.host_memory import machine_memory
-from trainer.host_walk import predicted_host_bytes
 from trainer.model.config import ModelConfig
 from trainer.model.stages import build_stages, parameter_count
 from trainer.optimizers.bf16_masters import stored_specs
 from trainer.options import EngineOptions
 from trainer.recipe import Recipe, Settings
 from trainer.recipe_options import options_of
+from trainer.sizes import in_bytes
+from trainer.step_memory import host_phases
 from trainer.vram import StepShape
 
 # Two retained commits and the one in work.
@@ -196,21 +197,11 @@ def check_memory(budget: Budget) -> str | None:
     return None
 
 
-def in_bytes(count: int) -> str:
-    """Give a size for people: `1.50 GB`, in powers of ten as disks are sold."""
-    size = float(count)
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.2f} {unit}"
-        size /= 1000
-    return f"{size:.2f} TB"
-
-
 def _activations(recipe: Recipe, settings: Settings) -> str:
     """Choose `keep` where `auto` was given and all of it takes at most half of what is free."""
     if settings.activations != "auto":
         return settings.activations
-    if settings.activation_placement == "spill":
+    if settings.activation_placement == "spill" or settings.device_pipeline == "on":
         return "recompute"
     kept_bytes = sum(_memory(recipe, settings, "keep").values())
     fits = recipe.device == "cpu" and kept_bytes <= machine_memory()[1] // 2
@@ -230,9 +221,9 @@ def step_shape(
     )
 
 
-def step_memory(shape: StepShape) -> dict[str, int]:
+def step_memory(shape: StepShape, settings: Settings) -> dict[str, int]:
     """Give what a step on a CPU takes: its tensors to the byte, and room for the heap's holes."""
-    tensors = predicted_host_bytes(shape)
+    tensors = max(host_phases(shape, settings).values())
     return {TENSORS: tensors, HOLES: int(HEAP_HOLES * tensors)}
 
 
@@ -251,7 +242,7 @@ def _memory(recipe: Recipe, settings: Settings, activations: str) -> dict[str, i
         "the last commit's shards": min(commit_bytes, CACHE_BYTES),
     }
     if recipe.device == "cpu":
-        return parts | step_memory(step_shape(recipe, settings, activations))
+        return parts | step_memory(step_shape(recipe, settings, activations), settings)
     gradients = [build(stage.specs).size_bytes for stage in build_stages(recipe.model)]
     waiting = sum(gradients) if recipe.grad_clip_mode == "global" else max(gradients)
     return parts | {"gradients": waiting}

@@ -12,11 +12,11 @@ logits; at last with any micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from trainer.budget import in_bytes
 from trainer.errors import InputError
+from trainer.sizes import in_bytes
 from trainer.vram import StepShape, predicted_bytes
 
 FULL_TOKENS = 4096
@@ -45,14 +45,22 @@ class Fitted:
         )
 
 
-def fit(shape: StepShape, budget_bytes: int, placement: str = "auto") -> Fitted:
+def fit(
+    shape: StepShape,
+    budget_bytes: int,
+    placement: str = "auto",
+    *,
+    predict: Callable[[StepShape], int] = predicted_bytes,
+    keeps: bool = True,
+) -> Fitted:
     """Give the first choice that fits; InputError with the least that is needed if none does.
 
-    placement: where boundary activations have to wait, or `auto`.
+    placement: where boundary activations have to wait, or `auto`; predict: gives what a step takes;
+    keeps: whether activations may be kept, which the device pipeline does not do.
     """
     least: Fitted | None = None
-    for candidate in _candidates(shape, placement):
-        found = Fitted(shape=candidate, bytes=predicted_bytes(candidate))
+    for candidate in _candidates(shape, placement, keeps):
+        found = Fitted(shape=candidate, bytes=predict(candidate))
         if found.bytes <= budget_bytes:
             return found
         if least is None or found.bytes < least.bytes:
@@ -65,7 +73,7 @@ def fit(shape: StepShape, budget_bytes: int, placement: str = "auto") -> Fitted:
     )
 
 
-def _candidates(shape: StepShape, placement: str) -> Iterator[StepShape]:
+def _candidates(shape: StepShape, placement: str, keeps: bool) -> Iterator[StepShape]:
     rows = shape.micro_batch_size * shape.accumulation
     sizes = [size for size in range(rows, 0, -1) if rows % size == 0]
     full = [size for size in sizes if size * shape.seq_len >= FULL_TOKENS]
@@ -74,7 +82,7 @@ def _candidates(shape: StepShape, placement: str) -> Iterator[StepShape]:
     chunks = [given, *(chunk for chunk in CHUNKS if chunk < given)]
     for group in (full, small):
         for chunk in chunks:
-            for activations, place in _ways(placement):
+            for activations, place in _ways(placement, keeps):
                 for size in group:
                     options = replace(
                         shape.options,
@@ -87,7 +95,8 @@ def _candidates(shape: StepShape, placement: str) -> Iterator[StepShape]:
                     )
 
 
-def _ways(placement: str) -> list[tuple[str, str]]:
+def _ways(placement: str, keeps: bool) -> list[tuple[str, str]]:
+    known = [way for way in WAYS if keeps or way[0] != "keep"]
     if placement == "auto":
-        return list(WAYS)
-    return [way for way in WAYS if way[1] == placement] or [("recompute", placement)]
+        return known
+    return [way for way in known if way[1] == placement] or [("recompute", placement)]

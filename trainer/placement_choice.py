@@ -10,19 +10,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.budget import (
-    Budget,
-    in_bytes,
-    is_ram_disk,
-    room_bytes,
-    step_memory,
-    step_shape,
-)
+from trainer.budget import Budget, is_ram_disk, room_bytes, step_memory, step_shape
 from trainer.device import Device
 from trainer.host_memory import machine_memory
+from trainer.pipeline.choosing import vram_budget_of
 from trainer.placement_places import boundary_bytes
 from trainer.recipe import Recipe, Settings
-from trainer.vram import predicted_bytes
+from trainer.sizes import in_bytes
+from trainer.step_memory import step_bytes
 
 BOUNDARIES = "boundary activations"
 
@@ -35,7 +30,7 @@ def placed(budget: Budget, recipe: Recipe, settings: Settings, store: Path) -> B
     if place == "host":
         memory[BOUNDARIES] = size
     elif place == "spill" and recipe.device == "cpu":
-        memory |= step_memory(step_shape(recipe, settings, budget.activations, place))
+        memory |= step_memory(step_shape(recipe, settings, budget.activations, place), settings)
     return replace(
         budget,
         memory=memory,
@@ -65,10 +60,13 @@ def _place(
     if budget.activations == "keep":
         return "vram", "all activations are kept"
     if not device.is_host:
-        free = (device.memory_bytes() or (0, 0))[0]
-        needed = predicted_bytes(step_shape(recipe, settings, "recompute"))
+        free, what = (device.memory_bytes() or (0, 0))[0], "free there"
+        limit = vram_budget_of(settings)
+        if limit is not None and limit < free:
+            free, what = limit, "of --vram-budget"
+        needed = step_bytes(step_shape(recipe, settings, "recompute"), settings)
         if needed <= free:
-            return "vram", f"the step needs {in_bytes(needed)} of the {in_bytes(free)} free there"
+            return "vram", f"the step needs {in_bytes(needed)} of the {in_bytes(free)} {what}"
     available = machine_memory()[1]
     # On a CPU the walk through the step has counted them already.
     needed = budget.memory_bytes + (0 if device.is_host else size)

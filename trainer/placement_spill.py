@@ -23,9 +23,9 @@ from torch import Tensor
 from shardb.errors import StorageFullError
 from shardb.filesystem import CREATE, EXCLUSIVE, WRITE, FileSystem, RealFileSystem, write_all
 from shardb.storage_errors import FULL, storage_errors
-from trainer.budget import in_bytes
 from trainer.device import Device
 from trainer.placement import Put, whole_pages
+from trainer.sizes import in_bytes
 
 UNNAMED = getattr(os, "O_TMPFILE", 0)
 # What says that a file system has no files without names, or cannot take space ahead.

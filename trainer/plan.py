@@ -7,6 +7,7 @@ of screens, and writes nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,11 +15,12 @@ import torch
 from trainer.budget import Budget, budget_of, step_shape
 from trainer.device import Device
 from trainer.errors import InputError
-from trainer.fit import fit
+from trainer.fit import Fitted, fit
 from trainer.found import Found
 from trainer.inputs import Inputs, end_of_text_id, open_inputs, tokenizer_notes
 from trainer.lora.budget import adapter_budget
 from trainer.model.stored import SOURCE_SHARD
+from trainer.pipeline.choosing import pipeline_way
 from trainer.placement_choice import placed
 from trainer.prefetch import prefetch_of
 from trainer.recipe import Recipe, Settings
@@ -36,6 +38,8 @@ from trainer.recipe_build import (
 from trainer.recipe_options import options_of
 from trainer.run_shards import Cursor, StoredRun
 from trainer.sizes import size_of
+from trainer.step_memory import step_bytes
+from trainer.vram import StepShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +196,7 @@ def _fitted(plan: Plan, given: Given) -> Plan:
         raise InputError("--fit: the run computes on the CPU: give --vram-budget, or --device cuda")
     budget = plan.budget
     shape = step_shape(plan.recipe, plan.settings, budget.activations, budget.placement)
-    chosen = fit(shape, budget_bytes, plan.settings.activation_placement)
+    chosen, settings, said = _fit_either(shape, budget_bytes, plan.settings, given)
     recipe = replace(
         plan.recipe,
         micro_batch_size=chosen.shape.micro_batch_size,
@@ -200,7 +204,7 @@ def _fitted(plan: Plan, given: Given) -> Plan:
         lm_head_chunk_tokens=chosen.shape.options.lm_head_chunk_tokens,
     )
     settings = replace(
-        plan.settings,
+        settings,
         activations=chosen.shape.options.activations,
         activation_placement=chosen.shape.options.activation_placement,
     )
@@ -209,8 +213,29 @@ def _fitted(plan: Plan, given: Given) -> Plan:
         recipe=recipe,
         settings=settings,
         budget=_budget(recipe, settings, plan.store),
-        notes=(*plan.notes, chosen.text),
+        notes=(*plan.notes, chosen.text + said),
     )
+
+
+def _fit_either(
+    shape: StepShape, budget_bytes: int, settings: Settings, given: Given
+) -> tuple[Fitted, Settings, str]:
+    """Fit by the way that steps will go; where nothing fits, without a place for gradients."""
+    again = replace(shape.options, activations="recompute", activation_placement="vram")
+    way = pipeline_way(settings, again, is_host=False)
+    placement = settings.activation_placement
+
+    def chosen(settings: Settings) -> Fitted:
+        predict = partial(step_bytes, settings=settings)
+        return fit(shape, budget_bytes, placement, predict=predict, keeps=way is None)
+
+    try:
+        return chosen(settings), settings, ""
+    except InputError:
+        if way is None or "gradient_placement" in given:
+            raise
+    settings = replace(settings, gradient_placement="recompute")
+    return chosen(settings), settings, ", with --gradient-placement recompute"
 
 
 def _budget(recipe: Recipe, settings: Settings, store: Path) -> Budget:

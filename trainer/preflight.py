@@ -12,25 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.budget import (
-    TENSORS,
-    Budget,
-    forms_of,
-    in_bytes,
-    is_ram_disk,
-    room_bytes,
-    step_shape,
-)
+from trainer.budget import TENSORS, Budget, forms_of, is_ram_disk, room_bytes, step_shape
 from trainer.ceiling import DEVICE_COPY_BYTES, measure, step_flops
 from trainer.device import Device
 from trainer.errors import InputError
 from trainer.host_memory import machine_memory
 from trainer.lora.settings import LoraSettings
 from trainer.lora.walk import predicted_adapter_phases
+from trainer.pipeline.choosing import vram_budget_of
 from trainer.recipe import Recipe, Settings
 from trainer.recipe_options import pinned_budget_bytes
 from trainer.report import published_steps
-from trainer.vram import StepShape, predicted_phases
+from trainer.sizes import in_bytes
+from trainer.step_memory import DeviceNeed, device_need
+from trainer.vram import StepShape
 
 # What a common consumer drive of 1 TB is warranted for.
 DRIVE_BYTES_WRITTEN = 600 * 10**12
@@ -85,7 +80,7 @@ def preflight(
     device = Device.from_name(recipe.device)
     shape = step_shape(recipe, settings, budget.activations, budget.placement)
     lines = [
-        _vram(device, shape, recipe.lora),
+        _vram(device, shape, recipe, settings),
         _boundaries(budget, device),
         _host_memory(budget),
         _page_locked(device, settings, budget),
@@ -121,19 +116,34 @@ def preflight_text(lines: Sequence[BudgetLine]) -> list[str]:
     return text
 
 
-def _vram(device: Device, shape: StepShape, lora: LoraSettings | None) -> BudgetLine:
+def _vram(device: Device, shape: StepShape, recipe: Recipe, settings: Settings) -> BudgetLine:
     memory = device.memory_bytes()
     if memory is None:
         return _line("device memory", 0, None, "not used: the run computes on the CPU", "")
-    phases = (
-        predicted_phases(shape)
-        if lora is None
-        else predicted_adapter_phases(shape, lora, is_host=False)
-    )
-    fullest = max(phases, key=lambda phase: phases[phase])
-    needed, free = phases[fullest], memory[0]
-    text = f"{in_bytes(needed)} predicted, fullest in {fullest}; {in_bytes(free)} are free"
-    return _line("device memory", needed, free, text, VRAM_REMEDY)
+    return vram_line(need_of(shape, recipe.lora, settings), memory[0], vram_budget_of(settings))
+
+
+def need_of(shape: StepShape, lora: LoraSettings | None, settings: Settings) -> DeviceNeed:
+    """Give what a step takes of a CUDA device, by the way that it will go."""
+    if lora is None:
+        return device_need(shape, settings)
+    phases = predicted_adapter_phases(shape, lora, is_host=False)
+    return DeviceNeed(phases=phases, most_bytes=max(phases.values()))
+
+
+def vram_line(need: DeviceNeed, free: int, limit: int | None) -> BudgetLine:
+    """Hold what is needed against what is free, and against the budget that was given."""
+    text = f"{in_bytes(need.step_bytes)} predicted, fullest in {need.fullest}"
+    if limit is not None and need.stages:
+        text += (
+            f"; --vram-budget {in_bytes(limit)} has room for {need.kept} of {need.stages} stages to"
+            f" stay: at most {in_bytes(need.most_bytes)}"
+        )
+    text += f"; {in_bytes(free)} are free"
+    if limit is not None and limit < free and need.stages:
+        remedy = "raise --vram-budget, or " + VRAM_REMEDY
+        return _line("device memory", need.most_bytes, limit, text, remedy)
+    return _line("device memory", need.most_bytes, free, text, VRAM_REMEDY)
 
 
 def _host_memory(budget: Budget) -> BudgetLine:

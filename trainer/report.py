@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from trainer.budget import COPIES, Budget, in_bytes
+from trainer.budget import COPIES, Budget
 from trainer.model.config import ModelConfig
 from trainer.recipe import Recipe, Settings
+from trainer.sizes import in_bytes
 
 
 def report_json(recipe: Recipe, settings: Settings, budget: Budget) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Reading sizes that people write: `8GiB`, `500 MB`, a count of bytes.
+"""Sizes as people write and read them: `8GiB`, `500 MB`, a count of bytes.
 
 Knows nothing of what the sizes are for.
 """
@@ -21,3 +21,13 @@ def size_of(text: str, flag: str) -> int:
         raise InputError(f"{flag} {text!r}: give a size, such as 8GiB or 500MB")
     units = BINARY_UNITS if match[3] else UNITS
     return int(float(match[1]) * units[match[2].lower()])
+
+
+def in_bytes(count: int) -> str:
+    """Give a size for people: `1.50 GB`, in powers of ten as disks are sold."""
+    size = float(count)
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.2f} {unit}"
+        size /= 1000
+    return f"{size:.2f} TB"

@@ -31,7 +31,6 @@ from numpy.typing import NDArray
 
 from shardb import torch_adaptor
 from tools.bench.gpu_arms import Recorded, Resident
-from trainer.budget import in_bytes
 from trainer.ceiling import step_flops
 from trainer.data.batches import batch_at
 from trainer.device import Device
@@ -43,6 +42,7 @@ from trainer.plan import Plan, make_plan
 from trainer.progress import progress_for
 from trainer.run import Run
 from trainer.signals import StopRequest
+from trainer.sizes import in_bytes
 from trainer.start import opened_run
 from trainer.watchdog import Watchdog
 

@@ -29,12 +29,13 @@ import numpy as np
 import torch
 
 from tests.support.memory_transaction import MemoryStore
-from trainer.budget import in_bytes
 from trainer.device import Device
 from trainer.engine import Engine, EngineOptions
 from trainer.host_memory import keep_freed_memory
 from trainer.host_walk import predicted_host_bytes
 from trainer.model.config import ModelConfig
+from trainer.pipeline.pipeline import PipelineSettings
+from trainer.sizes import in_bytes
 from trainer.vram import StepShape
 
 LIMIT_SECONDS = 600
@@ -128,11 +129,13 @@ def tensor_peak(step: Any) -> int:
 
 
 class Steps:
-    """Steps of a shape on random rows, in a store in memory."""
+    """Steps of a shape on random rows, in a store in memory; through a pipeline if one is given."""
 
-    def __init__(self, shape: StepShape) -> None:
+    def __init__(self, shape: StepShape, pipeline: PipelineSettings | None = None) -> None:
         self._shape = shape
         self._engine = Engine(shape.model, shape.options, Device.from_name("cpu"))
+        if pipeline is not None:
+            self._engine.use_pipeline(pipeline)
         self._store = MemoryStore(poison=False)
         self._random = np.random.default_rng(0)
         self._done = 0
@@ -152,6 +155,10 @@ class Steps:
         self._done += 1
         self._engine.train_step(txn, rows, step=self._done, learning_rate=1e-4)
         txn.commit()
+
+    def close(self) -> None:
+        """Let go of the pipeline."""
+        self._engine.close()
 
 
 def measured(shape: StepShape) -> tuple[int, int]:

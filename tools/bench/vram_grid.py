@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from tests.support.memory_transaction import MemoryStore
-from trainer.budget import in_bytes
 from trainer.device import Device
 from trainer.engine import Engine, EngineOptions
 from trainer.errors import InputError
@@ -29,6 +28,7 @@ from trainer.model import layers
 from trainer.model.config import ModelConfig
 from trainer.model.presets import preset
 from trainer.pipeline.pipeline import PipelineSettings
+from trainer.sizes import in_bytes
 from trainer.vram import StepShape, predicted_bytes, predicted_phases
 
 LIMIT_SECONDS = 110

@@ -22,16 +22,21 @@ def pipeline_settings(
     Raises:
         InputError: `--device-pipeline on` with settings that it cannot do.
     """
+    if settings.device_pipeline == "on" and not is_supported(options):
+        raise InputError(
+            "--device-pipeline on: it does AdamW with fp32 weights and state, in fp32 or bf16,"
+            " with --activations recompute, --activation-placement vram or host, and without"
+            " --timing-sync-cuda: change these, or give auto"
+        )
+    return pipeline_way(settings, options, is_host=device.is_host)
+
+
+def pipeline_way(
+    settings: Settings, options: EngineOptions, *, is_host: bool
+) -> PipelineSettings | None:
+    """Give the pipeline's settings where steps go through it, refusing nothing."""
     wanted = settings.device_pipeline
-    if wanted == "off" or (wanted == "auto" and device.is_host):
-        return None
-    if not is_supported(options):
-        if wanted == "on":
-            raise InputError(
-                "--device-pipeline on: it does AdamW with fp32 weights and state, in fp32 or bf16,"
-                " with --activations recompute, --activation-placement vram or host, and without"
-                " --timing-sync-cuda: change these, or give auto"
-            )
+    if wanted == "off" or (wanted == "auto" and is_host) or not is_supported(options):
         return None
     return PipelineSettings(
         activations_on_host=options.activation_placement == "host",

@@ -11,20 +11,12 @@ import pytest
 from shardb.errors import StorageFullError
 from trainer import budget as budgets
 from trainer import placement_choice as choosing
-from trainer.budget import (
-    COPIES,
-    HOLES,
-    TENSORS,
-    Budget,
-    budget_of,
-    check_memory,
-    check_space,
-    in_bytes,
-)
+from trainer.budget import COPIES, HOLES, TENSORS, Budget, budget_of, check_memory, check_space
 from trainer.errors import InputError
 from trainer.placement_choice import placed, run_boundary_bytes
 from trainer.recipe import Recipe, Settings
 from trainer.recipe_build import DataFacts, new_run
+from trainer.sizes import in_bytes
 
 DATA = DataFacts(seq_len=512, digest="d" * 32, end_of_text_id=None)
 

@@ -1,0 +1,104 @@
+"""Is the predicted memory of the pipeline's steps what PyTorch's allocator hands out?
+
+On a CPU the same code runs, in lanes that follow one another; what a GPU does otherwise (recorded
+passes, its allocator, its libraries) is compared by `tools/bench/vram_grid.py --pipeline`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.support.tiny_model import TINY, TINY_TIED
+from tools.bench.host_grid import Steps, tensor_peak
+from trainer.engine import EngineOptions
+from trainer.host_walk import SCALARS_BYTES
+from trainer.pipeline.footprint import PipelineSizes
+from trainer.pipeline.pipeline import PipelineSettings
+from trainer.pipeline.walk import predicted_pipeline_phases, resident_stage_bytes
+from trainer.preflight import need_of, vram_line
+from trainer.recipe import Settings
+from trainer.step_memory import device_need, step_bytes
+from trainer.vram import StepShape
+
+SHAPE = StepShape(
+    model=replace(TINY, num_layers=2),
+    options=EngineOptions(lm_head_chunk_tokens=64),
+    micro_batch_size=4,
+    accumulation=2,
+    seq_len=64,
+)
+SIZES = PipelineSizes(tile_elements=512)
+# Beside the tensors of the walk: norms and scales of each stage, a few bytes each.
+BOUND_BYTES = SCALARS_BYTES
+
+
+def observed(shape: StepShape, settings: PipelineSettings) -> int:
+    """Give the most that was handed out, from the making of the pipeline on."""
+
+    def steps() -> None:
+        step = Steps(shape, settings)
+        for _ in range(3):
+            step()
+        step.close()
+
+    Steps(shape, settings)()  # what is made once, such as tables of angles, is made here
+    return tensor_peak(steps)
+
+
+def predicted(shape: StepShape, settings: PipelineSettings) -> int:
+    return max(predicted_pipeline_phases(shape, settings, is_host=True).values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "other"),
+    [
+        ({}, {}, {}),
+        ({"gradients": "recompute"}, {"dtype": "bf16"}, {"accumulation": 1}),
+        ({"activations_on_host": True}, {"grad_clip_mode": "shard"}, {"model": TINY_TIED}),
+    ],
+    ids=str,
+)
+def test_the_prediction_is_the_allocators_peak(
+    settings: dict[str, Any], options: dict[str, Any], other: dict[str, Any]
+) -> None:
+    shape = replace(SHAPE, options=replace(SHAPE.options, **options), **other)
+    chosen = replace(PipelineSettings(sizes=SIZES), **settings)
+    told, peak = predicted(shape, chosen), observed(shape, chosen)
+    assert peak <= told <= peak + BOUND_BYTES
+
+
+def test_control_one_slot_fewer_is_noticed() -> None:
+    fewer = replace(SIZES, params_slots=SIZES.params_slots - 1)
+    told = predicted(SHAPE, PipelineSettings(sizes=fewer))
+    assert observed(SHAPE, PipelineSettings(sizes=SIZES)) > told + BOUND_BYTES
+
+
+def test_a_gpus_prediction_has_the_recorded_passes_and_follows_the_settings() -> None:
+    def told(**settings: Any) -> int:
+        chosen = replace(PipelineSettings(sizes=SIZES), **settings)
+        return max(predicted_pipeline_phases(SHAPE, chosen, is_host=False).values())
+
+    assert told() > told(records_passes=False) > predicted(SHAPE, PipelineSettings(sizes=SIZES))
+    assert told(gradients="recompute") < told()
+    assert told(activations_on_host=True) < told()
+
+
+def test_a_budget_is_never_exceeded_by_the_prediction() -> None:
+    on = Settings(data_dir="rows", device_pipeline="on")
+    alone = step_bytes(SHAPE, on)
+    every = sum(resident_stage_bytes(SHAPE, PipelineSettings()))
+    margin = PipelineSizes().margin_bytes
+    for budget in (alone + margin + every // 2, alone + margin + 2 * every):
+        need = device_need(SHAPE, replace(on, vram_budget=str(budget)))
+        assert alone <= need.most_bytes <= budget - margin
+        assert 0 < need.kept <= need.stages
+        assert vram_line(need, 2 * budget, budget).share <= 1
+    assert need.most_bytes == alone + every
+    small = need_of(SHAPE, None, replace(on, vram_budget=str(alone - 1)))
+    line = vram_line(small, 2 * alone, alone - 1)
+    assert line.share > 1
+    assert "--vram-budget" in line.remedy
+    assert step_bytes(SHAPE, replace(on, device_pipeline="off")) != alone
