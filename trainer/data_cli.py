@@ -41,6 +41,8 @@ Examples:
   train-data prepare --text stories.txt --out data --vocab-size 2000 --seq-len 128
   train-data prepare --text corpus/*.jsonl.zst --out data --vocab-size 32000 --seq-len 1024
   train-data prepare --text a.txt --val-text b.txt --tokenizer tokenizer.json --seq-len 512 --out d
+  train-data prepare --text chats.jsonl --format chat --tokenizer model/tokenizer.json \\
+        --seq-len 512 --out d     only what the assistant says is learned
 
 {_EXIT_CODES}"""
 _INSPECT_EPILOG = f"""\b
@@ -101,6 +103,15 @@ def prepare_command(
     text_field: Annotated[
         str, typer.Option(help="Field of a JSON line that holds the text.")
     ] = "text",
+    record_format: Annotated[
+        str, typer.Option("--format", help="text, or lines of JSON: chat, prompt-completion.")
+    ] = "text",
+    chat_template: Annotated[
+        Path | None, typer.Option(help="A Jinja file; what lies beside --tokenizer else.")
+    ] = None,
+    pack: Annotated[
+        bool, typer.Option("--pack", help="Put several whole records into a row.")
+    ] = False,
     skip_bad: Annotated[
         bool, typer.Option("--skip-bad", help="Leave out and count lines that are not valid.")
     ] = False,
@@ -126,10 +137,12 @@ def prepare_command(
         end_of_text=end_of_text,
         val_text=tuple(val_text or ()),
         val_fraction=val_fraction,
-        rules=ReadRules(text_field=text_field, skip_bad=skip_bad),
+        rules=ReadRules(text_field=text_field, skip_bad=skip_bad, form=record_format),
         overwrite=overwrite,
         seed=seed,
         rows_per_file=rows_per_file,
+        chat_template=chat_template,
+        pack=pack,
     )
     progress = TextProgress(sys.stderr)
     prepared = prepare(options, progress)

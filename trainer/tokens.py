@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trainer.data.masked import ids_of, is_masked
 from trainer.device import Device
 from trainer.errors import InputError
 from trainer.head import IGNORED_LABEL
@@ -30,12 +31,16 @@ class Tokens:
     def from_rows(cls, rows: NDArray[np.integer], config: ModelConfig, device: Device) -> Tokens:
         """Split rows [B, T + 1]; a label of -100 is ignored, and read as padding where it is input.
 
+        A token that `trainer.data.masked` marks is read, and is no label.
+
         Raises:
             InputError: the rows have another shape, are longer than the model's positions, or hold
                 an id outside the vocabulary.
         """
-        _check_rows(rows, config)
-        inputs, labels = rows[:, :-1], rows[:, 1:]
+        plain = ids_of(rows)
+        _check_rows(plain, config)
+        inputs = plain[:, :-1]
+        labels = np.where(is_masked(rows), IGNORED_LABEL, rows)[:, 1:]
         return cls(
             ids=device.tokens(np.where(inputs == IGNORED_LABEL, config.pad_token_id, inputs)),
             labels=device.tokens(labels),

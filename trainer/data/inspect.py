@@ -20,6 +20,7 @@ from trainer.data.manifest import (
     file_digest,
     load_manifest,
 )
+from trainer.data.masked import ids_of
 from trainer.data.row_file import npy_file
 from trainer.data.rows import Progress, TokenRows
 from trainer.data.tokenizer import TextTokenizer
@@ -158,7 +159,7 @@ def _split_report(folder: Path, decoder: TextTokenizer | None, sample_rows: int)
 
 
 def _sample(rows: TokenRows, index: int, decoder: TextTokenizer | None) -> Sample:
-    ids = tuple(rows.row(index).tolist())
+    ids = tuple(ids_of(rows.row(index)).tolist())
     known = decoder is not None and max(ids) < decoder.vocab_size
     return Sample(row=index, ids=ids, text=decoder.decode(ids) if decoder and known else None)
 
@@ -205,7 +206,8 @@ def _verified_file(
     try:
         file = npy_file(path)
         vocab_size = manifest.vocab_size if manifest else None
-        TokenRows(path.parent, (file,), vocab_size).largest_id()
+        is_masked = manifest is not None and manifest.masked
+        TokenRows(path.parent, (file,), vocab_size, is_masked=is_masked).largest_id()
     except InputError as error:
         yield Finding(kind="file_refused", path=str(path), message=str(error))
         return

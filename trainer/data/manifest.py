@@ -24,6 +24,8 @@ MANIFEST_NAME: Final = "manifest.json"
 TOKENIZER_NAME: Final = "tokenizer.json"
 FORMAT: Final = "token-rows"
 FORMAT_VERSION: Final = 1
+# Rows with marks (`masked`): who does not know them must not read them.
+MASKED_FORMAT_VERSION: Final = 2
 SPLITS: Final = ("train", "val")
 
 _READ_BYTES = 1 << 20
@@ -74,7 +76,7 @@ class SourceEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A prepared data set."""
+    """A prepared data set. `masked`: its rows mark the tokens that are not learned."""
 
     seq_len: int
     dtype: str
@@ -90,6 +92,7 @@ class Manifest:
     train: SplitEntry
     val: SplitEntry
     sources: tuple[SourceEntry, ...]
+    masked: bool = False
 
     def split(self, name: str) -> SplitEntry:
         """Return the split of that name (one of SPLITS)."""
@@ -97,7 +100,10 @@ class Manifest:
 
     def to_json(self) -> str:
         """Return the canonical text of the file, with a final newline."""
-        body = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
+        values = asdict(self)
+        is_masked = values.pop("masked")
+        version = MASKED_FORMAT_VERSION if is_masked else FORMAT_VERSION
+        body = {"format": FORMAT, "format_version": version, **values}
         return json.dumps(body, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
 
     @classmethod
@@ -107,10 +113,10 @@ class Manifest:
         if body is None:
             raise InputError(f"{path}: not a manifest of {FORMAT}; prepare the data again")
         version = body.get("format_version")
-        if version != FORMAT_VERSION:
+        if version not in (FORMAT_VERSION, MASKED_FORMAT_VERSION):
             raise InputError(
                 f"{path}: field format_version is {version!r}; this version reads "
-                f"{FORMAT_VERSION}: upgrade, or prepare the data again"
+                f"{FORMAT_VERSION} and {MASKED_FORMAT_VERSION}: upgrade, or prepare the data again"
             )
         return _manifest_from(body, path)
 
@@ -193,7 +199,11 @@ def _manifest_from(body: Mapping[str, Any], path: Path) -> Manifest:
     sources = tuple(
         _entry_from(SourceEntry, item, path, {}) for item in _items(body, "sources", path)
     )
-    nested = {"sources": sources, **{name: _split_from(body.get(name), path) for name in SPLITS}}
+    nested: dict[str, Any] = {
+        "sources": sources,
+        **{name: _split_from(body.get(name), path) for name in SPLITS},
+    }
+    nested["masked"] = body["format_version"] == MASKED_FORMAT_VERSION
     return _entry_from(Manifest, body, path, nested)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from trainer.data.conversations import FORMATS
 from trainer.data.packing import ROWS_PER_FILE
 from trainer.data.readers import ReadRules
 from trainer.data.sources import refuse_repeated
@@ -38,6 +39,13 @@ class PrepareOptions:
     overwrite: bool = False
     seed: int = 0
     rows_per_file: int = ROWS_PER_FILE
+    chat_template: Path | None = None
+    pack: bool = False
+
+    @property
+    def has_records(self) -> bool:
+        """Say whether the files hold records of which a part is learned, not text."""
+        return self.rules.form != "text"
 
     def __post_init__(self) -> None:
         if not self.text:
@@ -52,8 +60,20 @@ class PrepareOptions:
             )
         if self.rows_per_file < 1:
             raise InputError(f"--rows-per-file {self.rows_per_file}: give at least 1")
+        self._check_records()
         self._check_vocabulary()
         refuse_repeated(self.text, self.val_text)
+
+    def _check_records(self) -> None:
+        form = self.rules.form
+        if form not in FORMATS:
+            raise InputError(f"--format {form!r}: choose from {', '.join(FORMATS)}")
+        if self.has_records and self.tokenizer is None:
+            raise InputError(f"--format {form}: give --tokenizer, that of the model to be tuned")
+        if self.pack and not self.has_records:
+            raise InputError("--pack is for records; text fills its rows anyway: leave it out")
+        if self.chat_template is not None and form != "chat":
+            raise InputError("--chat-template goes with --format chat")
 
     def _check_vocabulary(self) -> None:
         if self.tokenizer is None and self.end_of_text is not None:

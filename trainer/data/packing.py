@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.data.manifest import FileEntry, SplitEntry, file_digest
+from trainer.data.masked import ids_of
 from trainer.data.npy_header import header_bytes
 from trainer.errors import InputError
 
@@ -54,7 +55,7 @@ class RowFileWriter:
                 f"into {self._dtype.name} (0 to {limit:,}); write a wider type"
             )
         self._file.write(np.ascontiguousarray(rows, dtype=self._dtype).data)
-        self._largest_id = max(self._largest_id, largest)
+        self._largest_id = max(self._largest_id, int(ids_of(rows).max()))
         self.rows += len(rows)
 
     def finish(self) -> FileEntry:
@@ -125,12 +126,11 @@ class RowPacker:
             self._writer = None
         counts = self._id_counts
         rows = sum(entry.rows for entry in self._files)
-        used = rows * self._seq_len + 1 if rows else 0
         return SplitEntry(
             documents=self.documents,
             text_bytes=self.text_bytes,
             tokens=self.tokens,
-            tokens_dropped=self.tokens - used,
+            tokens_dropped=self.dropped_tokens(rows),
             rows=rows,
             largest_id=max((entry.largest_id for entry in self._files), default=0),
             distinct_ids=int(np.count_nonzero(counts)),
@@ -138,6 +138,10 @@ class RowPacker:
             unigram_entropy_nats=unigram_entropy(counts),
             files=tuple(self._files),
         )
+
+    def dropped_tokens(self, rows: int) -> int:
+        """Give the tokens that are in no row: the end of the stream."""
+        return self.tokens - (rows * self._seq_len + 1 if rows else 0)
 
     def close(self) -> None:
         """Close the file in work as it is, after a failure."""

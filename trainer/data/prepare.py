@@ -22,6 +22,7 @@ from trainer.data.corpus import Corpus
 from trainer.data.manifest import MANIFEST_NAME, SPLITS, TOKENIZER_NAME, Manifest, SplitEntry
 from trainer.data.options import PrepareOptions
 from trainer.data.packing import RowPacker, dtype_for
+from trainer.data.prepare_records import encoded_records
 from trainer.data.progress import NoProgress, PrepareProgress
 from trainer.data.publish import partial_directory, refuse_target
 from trainer.data.source_bytes import refuse_unreadable
@@ -61,12 +62,13 @@ def prepare(options: PrepareOptions, progress: PrepareProgress | None = None) ->
     ):
         corpus = Corpus(options, shown)
         tokenizer = given or _trained_tokenizer(corpus, options, shown)
-        splits = _encoded(corpus, tokenizer, options, partial.path, shown)
+        encode = encoded_records if options.has_records else _encoded
+        splits, record_notes = encode(corpus, tokenizer, options, partial.path, shown)
         manifest = _manifest(corpus, tokenizer, options, splits)
         (partial.path / TOKENIZER_NAME).write_bytes(tokenizer.json_bytes)
         (partial.path / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
         partial.publish()
-    warnings = tuple(_warnings(corpus, options, manifest))
+    warnings = (*_warnings(corpus, options, manifest), *record_notes)
     return Prepared(path=options.out, manifest=manifest, warnings=warnings)
 
 
@@ -98,7 +100,7 @@ def _encoded(
     options: PrepareOptions,
     folder: Path,
     progress: PrepareProgress,
-) -> dict[str, SplitEntry]:
+) -> tuple[dict[str, SplitEntry], list[str]]:
     """Write every row of both splits and return what the manifest says of them."""
     packers = {
         name: RowPacker(
@@ -121,7 +123,7 @@ def _encoded(
         progress.end()
         for name, packer in packers.items():
             _refuse_no_row(name, packer, options)
-        return {name: packer.finish(tokenizer.unknown_id) for name, packer in packers.items()}
+        return {n: packer.finish(tokenizer.unknown_id) for n, packer in packers.items()}, []
     finally:
         for packer in packers.values():
             packer.close()
@@ -180,7 +182,7 @@ def _manifest(
 ) -> Manifest:
     return Manifest(
         seq_len=options.seq_len,
-        dtype=dtype_for(tokenizer.vocab_size).name,
+        dtype="uint32" if options.has_records else dtype_for(tokenizer.vocab_size).name,
         vocab_size=tokenizer.vocab_size,
         end_of_text_token=tokenizer.end_of_text_token,
         end_of_text_id=tokenizer.end_of_text_id,
@@ -193,6 +195,7 @@ def _manifest(
         train=splits["train"],
         val=splits["val"],
         sources=corpus.entries,
+        masked=options.has_records,
     )
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from trainer.data.conversations import record_fault
 from trainer.data.source_bytes import SourceBytes
 from trainer.errors import InputError
 
@@ -48,10 +49,15 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ReadRules:
-    """How files are read: the field of JSON lines that holds the text; what a bad line does."""
+    """How files are read: the field of JSON lines that holds the text; what a bad line does.
+
+    form: `text`, or a form of `trainer.data.conversations`: then a document is a whole record, as
+    JSON.
+    """
 
     text_field: str = "text"
     skip_bad: bool = False
+    form: str = "text"
 
 
 class DocumentReader:
@@ -71,6 +77,10 @@ class DocumentReader:
         """Yield every piece of every document, in order."""
         blocks = self.source.blocks()
         is_json = self.path.name.removesuffix(".zst").endswith((".jsonl", ".ndjson", ".json"))
+        if self._rules.form != "text" and not is_json:
+            raise InputError(
+                f"{self.path}: --format {self._rules.form} reads lines of JSON: give .jsonl files"
+            )
         found = self._records(blocks) if is_json else text_pieces(self._texts(blocks))
         for piece in found:
             if piece.first and piece.last and not piece.text.strip():
@@ -128,6 +138,8 @@ class DocumentReader:
         field = self._rules.text_field
         if not isinstance(body, dict):
             raise self._bad(line, "not a JSON object; write one object a line")
+        if self._rules.form != "text":
+            return self._record_of(body, line)
         if field not in body:
             names = ", ".join(sorted(body)[:8]) or "none"
             raise self._bad(line, f'no field "{field}" (fields: {names}); give --text-field')
@@ -138,6 +150,16 @@ class DocumentReader:
             text.encode()
         except UnicodeEncodeError as error:
             raise self._bad(line, f'field "{field}" has half a surrogate pair') from error
+        return text
+
+    def _record_of(self, body: dict[str, Any], line: int) -> str:
+        fault = record_fault(body, self._rules.form)
+        if fault is not None:
+            raise self._bad(line, fault)
+        fields = ("messages",) if self._rules.form == "chat" else ("prompt", "completion")
+        text = json.dumps({name: body[name] for name in fields}, sort_keys=True)
+        if len(text) > PIECE_CHARACTERS_MAX:
+            raise self._bad(line, f"a record of more than {PIECE_CHARACTERS_MAX:,} characters")
         return text
 
     def _bad(self, line: int, reason: str) -> InputError:

@@ -18,13 +18,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self, TypeAlias
+from typing import Any, Final, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from trainer.data.manifest import Manifest, SplitEntry, file_digest, find_manifest
+from trainer.data.masked import ids_of
 from trainer.data.row_file import (
     RowFile,
     changed_error,
@@ -57,12 +58,15 @@ class TokenRows:
         files: tuple[RowFile, ...],
         vocab_size: int | None,
         described: tuple[Manifest, SplitEntry] | None = None,
+        *,
+        is_masked: bool = False,
     ) -> None:
         self.directory = directory
         self.files = files
         self.vocab_size = vocab_size
         self.manifest = described[0] if described else None
         self.split = described[1] if described else None
+        self.is_masked = is_masked or (described is not None and described[0].masked)
         self.row_counts = tuple(file.rows for file in files)
         self.row_count = sum(self.row_counts)
         self.seq_len = files[0].width - 1
@@ -116,13 +120,16 @@ class TokenRows:
         raise IndexError(f"row {index + self.row_count} of {self.row_count}")
 
     def row_of(self, file: int, row: int) -> Ids:
-        """Return one row of one file: int64 [L + 1], ids checked against `vocab_size`."""
+        """Return one row of one file: int64 [L + 1], ids checked against `vocab_size`.
+
+        Where the set has marks, they are kept: see `trainer.data.masked`.
+        """
         source = self.files[file]
         if not 0 <= row < source.rows:
             raise IndexError(f"row {row} of {source.rows} in {source.path}")
         data = self._read(file, source.offset(row), source.width * source.dtype.itemsize)
         ids = np.frombuffer(data, dtype=source.dtype).astype(np.int64)
-        check_ids(ids[None], source, first_row=row, vocab_size=self.vocab_size)
+        self._check(ids[None], source, row, self.vocab_size)
         return ids
 
     def largest_id(self, progress: Progress | None = None) -> int:
@@ -230,8 +237,16 @@ class TokenRows:
             flat = np.frombuffer(self._read(file, source.offset(first), length), source.dtype)
             windows = np.lib.stride_tricks.sliding_window_view(flat, source.width)
             rows = windows[:: source.stride]
-            check_ids(rows, source, first_row=first, vocab_size=vocab_size)
-            yield int(flat.max()), source.offset(first) + length
+            self._check(rows, source, first, vocab_size)
+            largest = int((ids_of(flat) if self.is_masked else flat).max())
+            yield largest, source.offset(first) + length
+
+    def _check(
+        self, rows: npt.NDArray[Any], source: RowFile, first_row: int, vocab_size: int | None
+    ) -> None:
+        """Refuse ids outside of the vocabulary, and marks where the manifest tells of none."""
+        plain = ids_of(rows) if self.is_masked else rows
+        check_ids(plain, source, first_row=first_row, vocab_size=vocab_size)
 
     def _refuse_described_ids(self, vocab_size: int) -> None:
         assert self.split is not None, "called for described sets only"
