@@ -21,6 +21,7 @@ from serve.pinned import MODEL_SHARD, PinnedModel
 from serve.requests import Event, Finished, SamplingParameters, TokenEvent
 from serve.scheduler import Scheduler
 from shardb import torch_adaptor
+from shardb.errors import ShardbError
 from trainer.model.config import ModelConfig
 from trainer.model.stages import build_stages
 
@@ -82,14 +83,14 @@ class Receiver:
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     ended: threading.Event = field(default_factory=threading.Event)
+    error: ShardbError | None = None
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, TokenEvent):
             self.tokens.append(event.token_id)
             self.times.append(time.perf_counter())
         elif isinstance(event, Finished):
-            if event.error is not None:
-                raise event.error
+            self.error = event.error
             self.ended.set()
 
 
@@ -111,4 +112,6 @@ def serve_all(
             time.sleep(gap_seconds)
     for receiver in receivers:
         receiver.ended.wait()
+        if receiver.error is not None:
+            raise receiver.error
     return receivers
