@@ -60,7 +60,7 @@ class Recorded(Resident):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan, checkpointed=True)
-        device = Device.from_name(plan.recipe.device)
+        device = self.place = Device.from_name(plan.recipe.device)
         self._passes = Passes(lanes_of(device))
         self._compute = Compute(
             device=device, dtype=self.dtype, clock=StepClock(), blocks=self._blocks

@@ -3,9 +3,10 @@
 Arms, interleaved in one process: `train` as a run makes its steps (data loader, active store on a
 RAM disk, one commit a step), once for each memory setting; resident training with every block
 checkpointed; the same without the cost of asking for single kernels (`recorded`); and without
-checkpoints. Ratios are taken within a round. Memory is what an arm held at most in
-its first steps, above what was held before it was made. With --check, the run's weights are
-compared with the resident ones, bit for bit, after the same steps.
+checkpoints. Ratios are taken within a round. Memory is what an arm held at most in its first steps,
+above what was held before it was made, what its recordings use inside included. With --check, the
+run's weights are compared with the resident ones, bit for bit, after the same steps.
+`tools.bench.gpu_campaign` makes every published row.
 
     python -m tools.bench.gpu_throughput --data rows/ --model A --vram-budget off,2GiB --json a.json
 """
@@ -20,96 +21,25 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from shardb import torch_adaptor
 from tools.bench.gpu_arms import Recorded, Resident
+from tools.bench.gpu_product import MODELS, Product, differences, given_of, rows_of, trace
+from trainer.budget import step_shape
 from trainer.ceiling import step_flops
-from trainer.data.batches import batch_at
 from trainer.device import Device
 from trainer.errors import InputError
-from trainer.found import find_run
-from trainer.opening import Surroundings
-from trainer.pipeline.trace import write_trace
-from trainer.plan import Plan, make_plan
-from trainer.progress import progress_for
-from trainer.run import Run
-from trainer.signals import StopRequest
+from trainer.plan import Plan
 from trainer.sizes import in_bytes
-from trainer.start import opened_run
-from trainer.watchdog import Watchdog
+from trainer.step_memory import DeviceNeed, device_need
 
-MODELS: dict[str, dict[str, Any]] = {
-    "A": {"preset": "perkunas-v2.9-100m"},
-    "B": {
-        "vocab_size": 32000,
-        "hidden_size": 2048,
-        "num_layers": 22,
-        "num_heads": 32,
-        "intermediate_size": 5632,
-        "max_position_embeddings": 1024,
-    },
-    "7B": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "num_layers": 32,
-        "num_heads": 32,
-        "intermediate_size": 11008,
-        "max_position_embeddings": 2048,
-    },
-    "tiny": {
-        "vocab_size": 8000,
-        "hidden_size": 64,
-        "num_layers": 3,
-        "num_heads": 4,
-        "intermediate_size": 128,
-        "max_position_embeddings": 512,
-    },
-}
 WARM_STEPS = 7
-
-
-class Product:
-    """A run of `train` that is ready to step."""
-
-    def __init__(self, stack: ExitStack, given: dict[str, Any]) -> None:
-        self.plan = make_plan(find_run(given), given, [])
-        progress = progress_for(None, validates=False)
-        watchdog = stack.enter_context(Watchdog(progress.note))
-        around = Surroundings(note=progress.note, watchdog=watchdog, allow_network=False)
-        self.run: Run = stack.enter_context(opened_run(self.plan, around, progress, StopRequest()))
-        self.lines: list[dict[str, Any]] = []
-
-    def step(self) -> None:
-        """Make one step as the run's loop does."""
-        line = self.run.step()
-        assert line is not None, "a step was skipped"
-        self.run.logs.append(line)
-        self.lines.append(line)
-
-
-def rows_of(plan: Plan, step: int) -> list[NDArray[np.int64]]:
-    """Give the micro-batches of a step, as the run reads them."""
-    recipe = plan.recipe
-    rows = recipe.micro_batch_size
-    return [
-        batch_at(
-            plan.inputs.rows,
-            seed=recipe.seed,
-            position=(step - 1) * recipe.rows_per_step + index * rows,
-            batch_rows=rows,
-            shuffle=recipe.shuffle_train,
-            row_order="shuffled",
-        )
-        for index in range(recipe.gradient_accumulation_steps)
-    ]
 
 
 def held_bytes(device: Device) -> int:
@@ -117,48 +47,6 @@ def held_bytes(device: Device) -> int:
     device.wait()
     device.forget_peak()
     return device.peak_bytes()
-
-
-def differences(product: Product, steps: int) -> list[str]:
-    """Train resident for as many steps; name what is not the same."""
-    plan = product.plan
-    resident = Resident(plan, checkpointed=False)
-    found = []
-    for step in range(1, steps + 1):
-        seen = step * plan.recipe.rows_per_step * plan.recipe.seq_len
-        expected = resident.step(rows_of(plan, step), plan.recipe.schedule.learning_rate(seen))
-        assert expected is not None
-        line = product.lines[step - 1]
-        found += [
-            f"step {step}: {field} {line[field]} {getattr(expected, field)}"
-            for field in ("loss", "grad_norm", "clip_scale")
-            if line[field] != getattr(expected, field)
-        ]
-    arrays = resident.arrays()
-    with product.run.tiers.training.at(commit=product.run.head.id) as view:
-        for name in view.names():
-            if name.startswith("meta/"):
-                continue
-            for tensor, value in torch_adaptor.tensors(view.read(name)).items():
-                if not np.array_equal(arrays[f"{name}:{tensor}"], value.numpy()):
-                    found.append(f"{name}:{tensor}")
-    return found
-
-
-def trace(product: Product, path: Path) -> None:
-    """Write the lanes of two steps."""
-    pipeline = product.run.engine.pipeline
-    assert pipeline is not None, "only the pipeline has lanes"
-    pipeline.lanes.begin_trace()
-    product.step()
-    product.step()
-    spans = pipeline.lanes.take_trace()
-    write_trace(path, spans)
-    busy: dict[str, float] = {}
-    for span in spans:
-        busy[span.lane] = busy.get(span.lane, 0.0) + span.ended - span.began
-    whole = max(s.ended for s in spans) - min(s.began for s in spans)
-    print(f"traced {whole:.4f} s:", {k: round(v, 4) for k, v in busy.items()}, flush=True)
 
 
 def timed(device: Device, step: Callable[[], object], count: int) -> list[float]:
@@ -173,105 +61,112 @@ def timed(device: Device, step: Callable[[], object], count: int) -> list[float]
     return seconds
 
 
-def given_of(arguments: argparse.Namespace, folder: Path, active: Path, budget: str) -> Any:
-    """Give the flags of one arm's run."""
-    given: dict[str, Any] = {
-        **MODELS[arguments.model],
-        "store": str(folder / "run"),
-        "active": str(active / "active"),
-        "data_dir": arguments.data,
-        "device": arguments.device,
-        "dtype": "bf16",
-        "activations": "recompute",
-        "micro_batch_size": arguments.micro_batch_size,
-        "gradient_accumulation_steps": arguments.accumulation,
-        "learning_rate": arguments.learning_rate,
-        "max_grad_norm": arguments.max_grad_norm,
-        "warmup_tokens": 100_000,
-        "validate_every": 0,
-        "seed": 3,
-        "lm_head_chunk_tokens": arguments.chunk,
-        "activation_placement": arguments.activation_placement,
-        "gradient_placement": arguments.gradient_placement,
-        "vram_budget": budget,
-        "durable_every": arguments.durable_every,
-        "device_pipeline": arguments.pipeline,
-    }
-    if arguments.seq_len:
-        given |= {"data_dtype": "uint16", "seq_len": arguments.seq_len}
-    return given
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """What makes one of its steps, and the device that knows what its recordings use inside."""
+
+    step: Callable[[], object]
+    device: Device
 
 
-def resident_step(name: str, plan: Plan) -> Callable[[], object]:
-    """Make a resident arm; give what makes one of its steps, on a few steps' rows in turn."""
-    trainer = (
-        Recorded(plan)
-        if name == "recorded"
-        else Resident(plan, checkpointed=name == "checkpointed")
-    )
+def resident_arm(name: str, plan: Plan) -> Arm:
+    """Make a resident arm, on a few steps' rows in turn."""
+    recorded = Recorded(plan) if name == "recorded" else None
+    trainer = recorded or Resident(plan, checkpointed=name == "checkpointed")
     rows = cycle([rows_of(plan, step) for step in range(1, 5)])
-    return lambda: trainer.step(next(rows), plan.recipe.learning_rate)
+    return Arm(
+        step=lambda: trainer.step(next(rows), plan.recipe.learning_rate),
+        device=recorded.place if recorded else Device.from_name(plan.recipe.device),
+    )
 
 
-def measure(arguments: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
-    """Make every arm, measure its memory, then time all of them in turn."""
-    device = Device.from_name(arguments.device)
-    arms: dict[str, Callable[[], object]] = {}
-    memory: dict[str, int] = {}
-    result: dict[str, Any] = {}
-    products: dict[str, Product] = {}
+class Comparison:
+    """The arms of one call, made one after the other, then timed in turn."""
 
-    def add(name: str, make: Callable[[], Callable[[], object]]) -> None:
-        before = held_bytes(device)
+    def __init__(self, arguments: argparse.Namespace, stack: ExitStack) -> None:
+        self._arguments = arguments
+        self._stack = stack
+        self._arms: dict[str, Arm] = {}
+        self._memory: dict[str, int] = {}
+        self._products: dict[str, Product] = {}
+        self._differences: list[str] = []
+
+    def measure(self) -> dict[str, Any]:
+        """Make every arm, measure its memory, then time all of them in turn."""
+        for budget in self._arguments.vram_budget.split(","):
+            name = "train" if budget == "off" else f"train {budget}"
+            self._add(name, partial(self._product, name, budget))
+        first = next(iter(self._products.values()))
+        if self._arguments.trace:
+            trace(first, self._arguments.trace)
+        if self._arguments.check:
+            self._differences = differences(first, len(first.lines))
+            print("differences:", self._differences[:8], len(self._differences), flush=True)
+        for name in ("recorded", "checkpointed", "resident"):
+            if name in self._arguments.arms.split(","):
+                self._add(name, partial(resident_arm, name, first.plan))
+        return self._result(first, self._timed())
+
+    def _product(self, name: str, budget: str) -> Arm:
+        arguments, folders = self._arguments, []
+        for place in (arguments.store, arguments.active):
+            folder = tempfile.TemporaryDirectory(dir=place)
+            folders.append(Path(self._stack.enter_context(folder)))
+        made = Product(self._stack, given_of(arguments, folders[0], folders[1], budget))
+        self._products[name] = made
+        return Arm(step=made.step, device=made.run.engine.device)
+
+    def _add(self, name: str, make: Callable[[], Arm]) -> None:
+        before = held_bytes(Device.from_name(self._arguments.device))
         began = time.perf_counter()
-        arms[name] = make()
-        timed(device, arms[name], WARM_STEPS)
-        device.forget_peak()
-        timed(device, arms[name], 2)
-        memory[name] = device.peak_bytes() - before
+        arm = self._arms[name] = make()
+        timed(arm.device, arm.step, WARM_STEPS)
+        arm.device.forget_peak()
+        timed(arm.device, arm.step, 2)
+        self._memory[name] = arm.device.peak_bytes() - before
         seconds = time.perf_counter() - began
-        print(f"{name}: made in {seconds:.1f} s, {in_bytes(memory[name])}", flush=True)
+        inside = in_bytes(arm.device.captured_bytes)
+        print(
+            f"{name}: made in {seconds:.1f} s, {in_bytes(self._memory[name])}, of it {inside}"
+            " inside recordings",
+            flush=True,
+        )
 
-    for budget in arguments.vram_budget.split(","):
-        name = "train" if budget == "off" else f"train {budget}"
+    def _timed(self) -> dict[str, list[list[float]]]:
+        seconds: dict[str, list[list[float]]] = {name: [] for name in self._arms}
+        for _ in range(self._arguments.rounds):
+            for name, arm in self._arms.items():
+                seconds[name].append(timed(arm.device, arm.step, self._arguments.steps))
+        return seconds
 
-        def product(budget: str = budget, name: str = name) -> Callable[[], object]:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.store)))
-            active = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.active)))
-            products[name] = Product(stack, given_of(arguments, folder, active, budget))
-            return products[name].step
+    def _result(self, first: Product, seconds: dict[str, list[list[float]]]) -> dict[str, Any]:
+        recipe = first.plan.recipe
+        tokens = recipe.rows_per_step * recipe.seq_len
+        ceiling = first.run.ceiling.matmul_flops_per_second
+        return {
+            "model": self._arguments.model,
+            "differences": self._differences,
+            "arguments": vars(self._arguments),
+            "tokens_per_step": tokens,
+            "device": recipe.device,
+            "torch": torch.__version__,
+            "rows": rows_summary(seconds, self._memory, tokens, step_flops(recipe) / ceiling),
+            "captured_bytes": {name: arm.device.captured_bytes for name, arm in self._arms.items()},
+            "predicted_bytes": {
+                name: need_of_plan(each.plan).most_bytes for name, each in self._products.items()
+            },
+            "lines": {
+                name: [_short(line) for line in each.lines[-self._arguments.steps :]]
+                for name, each in self._products.items()
+            },
+        }
 
-        add(name, product)
-    first = next(iter(products.values()))
-    if arguments.trace:
-        trace(first, arguments.trace)
-    if arguments.check:
-        result["differences"] = differences(first, len(first.lines))
-        print("differences:", result["differences"][:8], len(result["differences"]), flush=True)
-    for name in ("recorded", "checkpointed", "resident"):
-        if name not in arguments.arms.split(","):
-            continue
 
-        add(name, partial(resident_step, name, first.plan))
-    seconds: dict[str, list[list[float]]] = {name: [] for name in arms}
-    for _ in range(arguments.rounds):
-        for name, step in arms.items():
-            seconds[name].append(timed(device, step, arguments.steps))
-    recipe = first.plan.recipe
-    tokens = recipe.rows_per_step * recipe.seq_len
-    ceiling = first.run.ceiling.matmul_flops_per_second
-    return result | {
-        "model": arguments.model,
-        "arguments": vars(arguments),
-        "tokens_per_step": tokens,
-        "device": device.name,
-        "torch": torch.__version__,
-        "rows": rows_summary(seconds, memory, tokens, step_flops(recipe) / ceiling),
-        "lines": {
-            name: [_short(line) for line in each.lines[-arguments.steps :]]
-            for name, each in products.items()
-        },
-    }
+def need_of_plan(plan: Plan) -> DeviceNeed:
+    """Give what the pre-flight predicts for a plan."""
+    budget = plan.budget
+    shape = step_shape(plan.recipe, plan.settings, budget.activations, budget.placement)
+    return device_need(shape, plan.settings)
 
 
 def rows_summary(
@@ -300,7 +195,7 @@ def rows_summary(
 def _short(line: dict[str, Any]) -> dict[str, Any]:
     wanted = (
         *("step", "seconds", "commit_seconds", "publish_seconds", "clip_scale", "grad_norm"),
-        *("loss", "timings", "bytes_read", "bytes_written"),
+        *("loss", "timings", "bytes_read", "bytes_written", "device_peak_bytes"),
     )
     return {key: line[key] for key in wanted if key in line}
 
@@ -354,7 +249,7 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = arguments_of(words)
     try:
         with ExitStack() as stack:
-            result = measure(arguments, stack)
+            result = Comparison(arguments, stack).measure()
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

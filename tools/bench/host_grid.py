@@ -134,14 +134,14 @@ class Steps:
     def __init__(self, shape: StepShape, pipeline: PipelineSettings | None = None) -> None:
         self._shape = shape
         self._engine = Engine(shape.model, shape.options, Device.from_name("cpu"))
-        if pipeline is not None:
-            self._engine.use_pipeline(pipeline)
         self._store = MemoryStore(poison=False)
         self._random = np.random.default_rng(0)
         self._done = 0
         txn = self._store.begin()
         self._engine.initialise(txn, 0)
         txn.commit()
+        if pipeline is not None:
+            self._engine.use_pipeline(pipeline)
 
     def __call__(self) -> None:
         """Train one step."""

@@ -1,19 +1,22 @@
 """Compare the predicted memory of a CUDA device with what steps take, over a grid of steps.
 
-Owns the grid and the table. Every case trains two steps in a store in host memory; the second one
-is measured. Without a device, `--predict-only` prints the predictions. The walk predicts the plain
-way; with `--pipeline` steps go through the pipeline, and the table shows what that takes beside it.
+Owns the grid and the table. Every case trains in a store in host memory, the last of its steps are
+measured, and all of it is given up before the next case. Without a device, `--predict-only` prints
+the predictions. With `--pipeline` steps go through the pipeline and are predicted so; cases that it
+does not do are left out.
 
     python -m tools.bench.vram_grid --json rows.json
+    python -m tools.bench.vram_grid --pipeline --limit-seconds 200 --json rows.json
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +30,14 @@ from trainer.errors import InputError
 from trainer.model import layers
 from trainer.model.config import ModelConfig
 from trainer.model.presets import preset
-from trainer.pipeline.pipeline import PipelineSettings
+from trainer.pipeline.pipeline import PipelineSettings, is_supported
+from trainer.pipeline.walk import predicted_pipeline_phases
 from trainer.sizes import in_bytes
-from trainer.vram import StepShape, predicted_bytes, predicted_phases
+from trainer.vram import StepShape, predicted_phases
 
 LIMIT_SECONDS = 110
+# The first step compiles, the second one records and is clipped or not as the first one was.
+PLAIN_STEPS, PIPELINE_STEPS = 2, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,67 +107,101 @@ def cases() -> Iterator[tuple[str, StepShape]]:
     )
 
 
-def measured_bytes(shape: StepShape, device: Device, *, pipeline: bool = False) -> int:
-    """Train two steps and give the peak of the second."""
+def settings_of(shape: StepShape) -> PipelineSettings:
+    """Give the pipeline's settings of a case."""
+    return PipelineSettings(
+        activations_on_host=shape.options.activation_placement == "host", gradients="vram"
+    )
+
+
+def measured_bytes(shape: StepShape, name: str, *, pipeline: bool = False) -> int:
+    """Train a few steps on a device and give the peak of the last ones, alone on it."""
     layers.rotary_angles.cache_clear()
+    device = Device.from_name(name)
     engine = Engine(shape.model, shape.options, device)
     if pipeline:
-        engine.use_pipeline(
-            PipelineSettings(
-                activations_on_host=shape.options.activation_placement == "host", gradients="vram"
-            )
-        )
+        engine.use_pipeline(settings_of(shape))
+    try:
+        _train(engine, shape, PIPELINE_STEPS if pipeline else PLAIN_STEPS)
+        return device.peak_bytes()
+    finally:
+        engine.close()
+        del engine
+        gc.collect()  # recordings and steps know one another: what they hold is not the next case's
+        device.forget_peak()
+
+
+def _train(engine: Engine, shape: StepShape, steps: int) -> None:
+    """Train; the peak counts from the second step on."""
     store = MemoryStore(poison=False)
     txn = store.begin()
     engine.initialise(txn, 0)
     txn.commit()
     random = np.random.default_rng(0)
     width = (shape.micro_batch_size, shape.seq_len + 1)
-    for step in (1, 2):
-        device.forget_peak()
+    for step in range(1, steps + 1):
+        if step <= 2:
+            engine.device.forget_peak()
         txn = store.begin()
         rows = [
             random.integers(0, shape.model.vocab_size, width) for _ in range(shape.accumulation)
         ]
         engine.train_step(txn, rows, step=step, learning_rate=1e-4)
         txn.commit()
-    peak = device.peak_bytes()
-    engine.close()
-    return peak
 
 
-def main() -> int:
-    """Print the table and one line that sums it up; 1 where a prediction was too low."""
+def predicted(shape: StepShape, *, pipeline: bool) -> dict[str, int]:
+    """Give what each phase is predicted to hold."""
+    if not pipeline:
+        return predicted_phases(shape)
+    return predicted_pipeline_phases(shape, settings_of(shape), is_host=False)
+
+
+def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--predict-only", action="store_true")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--pipeline", action="store_true", help="train through the pipeline")
+    parser.add_argument("--limit-seconds", type=float, default=LIMIT_SECONDS)
     parser.add_argument("--json", type=Path, help="file for the rows")
-    given = parser.parse_args()
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Print the table and one line that sums it up; 1 where a prediction was too low."""
+    given = arguments_of(words)
     try:
-        device = None if given.predict_only else Device.from_name(given.device)
+        device = None if given.predict_only else Device.from_name(given.device).name
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     started, found = time.monotonic(), []
     for name, shape in cases():
-        if time.monotonic() - started > LIMIT_SECONDS:
-            print(f"{name:<28} left out: {LIMIT_SECONDS} s are over")
+        if given.pipeline and not is_supported(shape.options):
             continue
-        peak = measured_bytes(shape, device, pipeline=given.pipeline) if device else None
-        case = Measured(name=name, predicted=predicted_bytes(shape), peak=peak)
-        phases = predicted_phases(shape)
-        fullest = max(phases, key=lambda phase: phases[phase])
-        ratio = "" if case.ratio is None else f"{case.ratio:.4f}"
-        print(
-            f"{case.name:<28} {in_bytes(case.predicted):>11} {in_bytes(peak or 0):>11}"
-            f" {ratio:>7}  {case.predicted - (peak or 0):>14,} bytes  {fullest}",
-            flush=True,
-        )
-        found.append(case)
-    if given.json:
-        given.json.write_text(json.dumps([asdict(case) for case in found], indent=1))
+        if time.monotonic() - started > given.limit_seconds:
+            print(f"{name:<28} left out: {given.limit_seconds:.0f} s are over")
+            continue
+        found.append(_case(name, shape, device, pipeline=given.pipeline))
+        if given.json:
+            given.json.write_text(json.dumps([asdict(case) for case in found], indent=1))
     return _sum_up(found, time.monotonic() - started)
+
+
+def _case(name: str, shape: StepShape, device: str | None, *, pipeline: bool) -> Measured:
+    """Measure a case and print its line."""
+    peak = None if device is None else measured_bytes(shape, device, pipeline=pipeline)
+    phases = predicted(shape, pipeline=pipeline)
+    fullest = max(phases, key=lambda phase: phases[phase])
+    case = Measured(name=name, predicted=phases[fullest], peak=peak)
+    ratio = "" if case.ratio is None else f"{case.ratio:.4f}"
+    print(
+        f"{case.name:<28} {in_bytes(case.predicted):>11} {in_bytes(peak or 0):>11}"
+        f" {ratio:>7}  {case.predicted - (peak or 0):>14,} bytes  {fullest}",
+        flush=True,
+    )
+    return case
 
 
 def _sum_up(found: list[Measured], seconds: float) -> int:

@@ -26,7 +26,7 @@ from trainer.vram import StepShape
 SHAPE = StepShape(
     model=replace(TINY, num_layers=2),
     options=EngineOptions(lm_head_chunk_tokens=64),
-    micro_batch_size=4,
+    micro_batch_size=8,
     accumulation=2,
     seq_len=64,
 )
