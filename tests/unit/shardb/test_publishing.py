@@ -194,3 +194,17 @@ def test_is_a_live_object_never_opened_for_writing(root: Path, medium_name: str)
                 values_of(view)
     assert [path for path in opened if "/objects/" in path] == []
     assert [path for path in opened if "/spare/staged." in path] != []
+
+
+def test_is_a_leftover_of_an_objects_name_not_taken_for_it(root: Path) -> None:
+    """Only the index says what the store has: power loss may leave any bytes under a name."""
+    with shardb.open(root, create=True) as store:
+        commit_step(store, 1)
+    with shardb.open(root.with_name("other"), create=True) as other:
+        digests = [entry.digest for entry in commit_step(other, 2).shards.values()]
+    for digest in digests:
+        (root / "objects" / f"{digest}.safetensors").write_bytes(b"left over")
+    with shardb.open(root) as store:
+        commit_step(store, 2)
+    with shardb.open(root) as store, store.at() as view:
+        assert values_of(view) == {"params/a": 2.0, "params/b": 2.25}
