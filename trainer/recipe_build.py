@@ -18,6 +18,7 @@ from trainer.model.config import ModelConfig
 from trainer.model.presets import preset
 from trainer.recipe import LORA_FIELDS, Recipe, Settings, flag_of
 from trainer.recipe_flags import FLAGS, Scope, fields_of
+from trainer.sizes import size_of
 
 Given = Mapping[str, Any]
 Changes = dict[str, tuple[Any, Any]]
@@ -41,6 +42,8 @@ _SCALES = ("guard_replay_lr_scales", "guard_replay_grad_norm_scales")
 _FOLDERS = ("data_dir", "val_data_dir", "active", "tensorboard")
 # Folders that a run may do without again.
 _SWITCHED_OFF = ("active", "tensorboard", "vram_budget")
+_OFF_WORDS = ("off", "")
+_BYTE_SIZES = ("vram_budget", "pinned_budget")
 # What decides the form of shards that exist.
 _FORMS = ("optimizer", "optimizer_state_dtype", "master_weight_dtype")
 # What a flag needs to have any effect: another field, which is off where it is in the second place.
@@ -92,11 +95,20 @@ def check_given(given: Given) -> list[str]:
         raise InputError("--from goes with --branch: the name of the branch that begins there")
     if given.get("skip_batches", 0) < 0:
         raise InputError(f"--skip-batches is {given['skip_batches']}: it must be at least 0")
+    _check_sizes(given)
     return [
         f"{flag_of(flag.field)} has no effect here: {_first_lower(flag.help)}"
         for flag in FLAGS
         if flag.scope is Scope.NO_EFFECT and given.get(flag.field) is not None
     ]
+
+
+def _check_sizes(given: Given) -> None:
+    """Refuse what is no size, also where nothing reads it today: it is stored with the run."""
+    for name in _BYTE_SIZES:
+        text = given.get(name)
+        if text is not None and not (name in _SWITCHED_OFF and text in _OFF_WORDS):
+            size_of(text, flag_of(name))
 
 
 def idle_notes(given: Given, recipe: Recipe, settings: Settings) -> list[str]:
@@ -131,7 +143,23 @@ def new_model(given: Given, end_of_text_id: int | None = None) -> ModelConfig:
     if end_of_text_id is not None and end_of_text_id < vocab_size:
         values |= dict.fromkeys(_TOKEN_IDS, end_of_text_id)
     values |= {name: given[name] for name in fields_of(Scope.MODEL) if name in given}
-    return ModelConfig(**values)
+    config = ModelConfig(**values)
+    _check_rope_scaling(given, config)
+    return config
+
+
+def _check_rope_scaling(given: Given, config: ModelConfig) -> None:
+    """Refuse half a scaling: the model is fixed for ever, so a note would come too late."""
+    kind, numbers = config.rope_scaling_type, fields_of(Scope.MODEL) - {"rope_scaling_type"}
+    lone = sorted(name for name in numbers if name.startswith("rope_scaling_") and name in given)
+    if kind == "none" and lone:
+        raise InputError(
+            f"{flag_of(lone[0])} scales nothing without --rope-scaling-type: give linear or llama3"
+        )
+    if kind != "none" and config.rope_scaling_factor == 1 and "rope_scaling_factor" not in given:
+        raise InputError(
+            f"--rope-scaling-type {kind} needs --rope-scaling-factor: how much longer sequences get"
+        )
 
 
 def refuse_other_model(given: Given, model: ModelConfig) -> None:
@@ -194,7 +222,7 @@ def settings_given(given: Given) -> dict[str, Any]:
     names = {*fields_of(Scope.SETTING), "preset"}
     chosen = {name: given[name] for name in names if name in given}
     for name in _SWITCHED_OFF:
-        if chosen.get(name) in ("off", ""):
+        if chosen.get(name) in _OFF_WORDS:
             chosen[name] = None
     for name in _FOLDERS:
         if chosen.get(name):

@@ -221,6 +221,36 @@ def test_flags_whose_companion_is_off_are_noted() -> None:
     assert idle_notes(given, *begin(**given)) == []
 
 
+@pytest.mark.parametrize("flag", ["vram_budget", "pinned_budget"])
+def test_what_is_no_size_is_refused_also_where_nothing_reads_it(flag: str) -> None:
+    with pytest.raises(InputError, match=r"'8 apples': give a size"):
+        check_given({flag: "8 apples"})
+    assert check_given({flag: "8GiB"}) == []
+    assert check_given({"vram_budget": "off"}) == []
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"rope_scaling_factor": 8.0},
+        {"rope_scaling_original_max_position_embeddings": 64},
+        {"rope_scaling_type": "none", "rope_scaling_low_freq_factor": 1.0},
+        {"rope_scaling_type": "linear"},
+        {"rope_scaling_type": "llama3", "rope_scaling_original_max_position_embeddings": 64},
+    ],
+)
+def test_half_a_rope_scaling_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="--rope-scaling-"):
+        new_model({**SIZES, **given})
+
+
+def test_a_whole_rope_scaling_is_taken() -> None:
+    linear = new_model({**SIZES, "rope_scaling_type": "linear", "rope_scaling_factor": 4.0})
+    assert linear.rope_scaling is not None
+    assert linear.rope_scaling.factor == 4.0
+    assert new_model({**SIZES, "rope_scaling_type": "none"}).rope_scaling is None
+
+
 def test_scales_are_numbers_with_commas_between_them() -> None:
     recipe, _ = begin(guard_replay_lr_scales="1.0,0.5, .25")
     assert recipe.guard_replay_lr_scales == (1.0, 0.5, 0.25)
