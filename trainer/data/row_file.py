@@ -24,6 +24,8 @@ from trainer.errors import InputError
 # Of a raw file, so many ids are looked at to see whether its type was named rightly.
 WIDTH_SAMPLE_IDS = 4096
 WIDTH_SAMPLE_IDS_MIN = 64
+# No vocabulary is so large: the half of an id's bits that is the next id reaches it at once.
+NO_VOCABULARY_IDS = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +91,18 @@ def file_names(folder: Path, suffix: str) -> list[str]:
         raise InputError(f"{folder}: the directory is empty; fill it with `train-data prepare`")
     if (folder / "train").is_dir():
         raise InputError(f"{folder}: holds no {suffix} files; did you mean {folder / 'train'}?")
-    raise InputError(f"{folder}: holds no {suffix} files; make them with `train-data prepare`")
+    raise InputError(f"{folder}: holds no {suffix} files; {_remedy_for_none(entries, suffix)}")
+
+
+def _remedy_for_none(entries: list[str], suffix: str) -> str:
+    """Say how to read what lies in a folder, or how to make what does not."""
+    if suffix == ".npy" and any(name.endswith(".bin") for name in entries):
+        return "to read its .bin files give --data-dtype (uint16 or uint32) and --seq-len"
+    if suffix == ".npy":
+        return "make them with `train-data prepare`"
+    if any(name.endswith(".npy") for name in entries):
+        return "to read its .npy files leave --data-dtype out (in a run that had it: give npy)"
+    return f"give the folder that holds headerless {suffix} files of token ids"
 
 
 def npy_file(path: Path) -> RowFile:
@@ -120,9 +133,9 @@ def raw_file(path: Path, dtype: np.dtype[Any], seq_len: int) -> RowFile:
     if rows < 1:
         raise InputError(
             f"{path}: {ids:,} ids are less than one row of {seq_len + 1:,}; "
-            "give a smaller seq_len or a longer file"
+            "give a smaller --seq-len or a longer file"
         )
-    _refuse_wider_ids(path, dtype)
+    _refuse_other_width(path, dtype)
     return RowFile(
         path=path,
         rows=rows,
@@ -135,15 +148,22 @@ def raw_file(path: Path, dtype: np.dtype[Any], seq_len: int) -> RowFile:
     )
 
 
-def _refuse_wider_ids(path: Path, dtype: np.dtype[Any]) -> None:
-    """Refuse a file of uint32 that is read as uint16: every second id would be 0, in silence."""
-    if dtype.itemsize != 2:
-        return
+def _refuse_other_width(path: Path, dtype: np.dtype[Any]) -> None:
+    """Refuse a file of uint32 that is read as uint16, in which every second id would be 0 in
+    silence, and one of uint16 read as uint32, which seems to need an absurd vocabulary."""
     ids = np.fromfile(path, dtype=dtype, count=WIDTH_SAMPLE_IDS)
-    if ids.size >= WIDTH_SAMPLE_IDS_MIN and ids[::2].any() and not ids[1::2].any():
+    if ids.size < WIDTH_SAMPLE_IDS_MIN:
+        return
+    first = f"of the first {ids.size:,}"
+    if dtype.itemsize == 2 and ids[::2].any() and not ids[1::2].any():
         raise InputError(
-            f"{path}: every second id of the first {ids.size:,} is 0, as in a file of uint32 that"
+            f"{path}: every second id {first} is 0, as in a file of uint32 that"
             " is read as uint16: give --data-dtype uint32"
+        )
+    if dtype.itemsize == 4 and 2 * int((ids >= NO_VOCABULARY_IDS).sum()) > ids.size:
+        raise InputError(
+            f"{path}: most ids {first} are {NO_VOCABULARY_IDS:,} or more, as in a file of uint16"
+            " that is read as uint32: give --data-dtype uint16"
         )
 
 

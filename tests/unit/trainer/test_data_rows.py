@@ -300,6 +300,29 @@ def test_is_a_raw_file_of_wider_ids_refused(tmp_path: Path) -> None:
     assert TokenRows.open_raw(tmp_path / "right.bin", dtype="uint16", seq_len=4).row_count == 24
 
 
+def test_is_a_raw_file_of_narrower_ids_refused(tmp_path: Path) -> None:
+    ids = np.arange(1, 401) * 100
+    ids.astype("<u2").tofile(tmp_path / "narrow.bin")
+    with pytest.raises(InputError, match=r"narrow\.bin: most ids .* --data-dtype uint16"):
+        TokenRows.open_raw(tmp_path / "narrow.bin", dtype="uint32", seq_len=4, vocab_size=50_000)
+    (ids * 10).astype("<u4").tofile(tmp_path / "right.bin")
+    assert TokenRows.open_raw(tmp_path / "right.bin", dtype="uint32", seq_len=4).row_count == 99
+
+
+def test_does_a_folder_of_the_other_form_say_how_to_read_it(tmp_path: Path) -> None:
+    for name in ("raw", "rows", "neither"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes.txt").write_text("x")
+    np.arange(23, dtype="<u2").tofile(tmp_path / "raw" / "a.bin")
+    np.save(tmp_path / "rows" / "a.npy", rows_of())
+    with pytest.raises(InputError, match=r"no \.npy files; .* --data-dtype .* and --seq-len"):
+        TokenRows.open(tmp_path / "raw")
+    with pytest.raises(InputError, match=r"no \.bin files; .* leave --data-dtype out"):
+        TokenRows.open_raw(tmp_path / "rows", dtype="uint16", seq_len=4)
+    with pytest.raises(InputError, match=r"no \.bin files; give the folder"):
+        TokenRows.open_raw(tmp_path / "neither", dtype="uint16", seq_len=4)
+
+
 def test_are_bad_raw_files_refused(tmp_path: Path) -> None:
     (tmp_path / "odd.bin").write_bytes(b"\0" * 21)
     (tmp_path / "short.bin").write_bytes(b"\0" * 8)
