@@ -6,6 +6,7 @@ of screens, and writes nothing.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -270,6 +271,9 @@ def validates(plan: Plan) -> bool:
 
 
 def _check_active_place(store: Path, active: Path) -> None:
+    nearest = next(place for place in (active, *active.parents) if os.path.lexists(place))
+    if not nearest.is_dir():
+        raise InputError(f"--active {active}: {nearest} is no folder: give another place")
     one, other = store.resolve(), active.resolve()
     if one == other or one in other.parents or other in one.parents:
         raise InputError(

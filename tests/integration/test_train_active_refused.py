@@ -101,6 +101,18 @@ def test_an_active_store_inside_the_store_is_refused(
     assert not store.exists()
 
 
+def test_an_active_store_below_a_file_is_refused_before_anything_is_made(
+    data: Path, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, dangling = tmp_path / "book.txt", tmp_path / "link"
+    file.write_text("x")
+    dangling.symlink_to(tmp_path / "gone")
+    for place in (file, file / "active", dangling / "active"):
+        assert train_here(arguments(store, data, "--max-steps", "1", "--active", str(place))) == 2
+        assert f"--active {place}: " in capsys.readouterr().err
+    assert not store.exists()
+
+
 def test_a_ram_disk_that_is_too_small_is_refused_by_name_before_anything_is_made(
     data: Path,
     store: Path,
