@@ -136,8 +136,10 @@ def _check_began_at(store: Store, branch: str, head: Commit, start: Commit) -> N
     if head.id == start.id:
         return
     found = lineage(store, head.id, [start.id])
-    first_parent = found.steps[0].parent if found.steps else head.parent
-    if start.branch == branch or not found.reached or first_parent != start.id:
+    first = found.steps[0] if found.steps else head
+    # Behind a step before the beginning comes one of the branch that it was taken from.
+    began_here = first.parent == start.id and first.branch == branch
+    if start.branch == branch or not found.reached or not began_here:
         raise ConflictError(
             f"{store.root}: branch {branch!r} exists, is at step {head.step}, and did not begin at"
             f" step {start.step} (commit {start.id}): leave --from out to go on with it, or give"

@@ -195,6 +195,19 @@ def test_another_beginning_than_the_branch_has_is_refused(
     assert train_here([*args, "--from", "step-5"]) in (2, 5)
 
 
+def test_an_earlier_step_than_the_branch_began_at_is_refused(
+    store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = arguments(store, None, "--branch", "late")
+    assert train_here([*args, "--from", "step-6", "--max-steps", "7"]) == 0
+    capsys.readouterr()
+    # Behind step 3 comes step 4 of main, not the first step of the branch.
+    assert train_here([*args, "--from", "step-3", "--max-steps", "8"]) == 5
+    assert "did not begin at step 3" in capsys.readouterr().err
+    assert heads(store)["late"].step == 7
+    assert train_here([*args, "--from", "step-6", "--max-steps", "8"]) == 0
+
+
 def test_there_is_nothing_to_begin_from_without_a_store(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
