@@ -47,7 +47,8 @@ def examine(path: Path, against: Against | None = None, load: Load = load_afresh
     with path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
             raise UnreadablePackageError(
-                f"{path}: no GGUF file: give a folder with config.json and weights, or a GGUF file"
+                f"{path}: no GGUF file: give the folder that holds config.json and weights, or a"
+                " GGUF file"
             )
     return _examine_gguf(path, against, load)
 
@@ -59,11 +60,8 @@ def _examine_folder(folder: Path, against: Against | None, load: Load) -> Examin
         if (folder / "adapter_config.json").exists():
             remedy = "merge it into its model, and look at that"
             raise UnreadablePackageError(f"{folder}: an adapter, no whole model: {remedy}")
-        inside = sorted(path.name for path in folder.glob("*.gguf"))
-        raise UnreadablePackageError(
-            f"{folder}: no package: it holds neither {CONFIG} nor safetensors weights"
-            + (f"; give the file {folder / inside[0]} itself" if inside else "")
-        )
+        what = f"{folder}: no package: it holds neither {CONFIG} nor safetensors weights"
+        raise UnreadablePackageError(what + _hint(folder))
     findings: list[Finding] = []
     weights = folder_weights(folder)
     findings += weights.findings
@@ -101,6 +99,16 @@ def _examine_folder(folder: Path, against: Against | None, load: Load) -> Examin
         against=compared.outcome if compared is not None else None,
         findings=worst_first([*_of(compared), *findings, *values]),
     )
+
+
+def _hint(folder: Path) -> str:
+    """Say what somebody may have meant."""
+    inside = sorted(path.name for path in folder.glob("*.gguf"))
+    if inside:
+        return f"; give the file {folder / inside[0]} itself"
+    if (folder / "FORMAT").is_file() and (folder / "objects").is_dir():
+        return f"; it is a store: `export-hf {folder} --out DIR` makes a package of it"
+    return ""
 
 
 def _config(folder: Path, findings: list[Finding]) -> dict[str, object] | None:

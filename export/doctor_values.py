@@ -22,12 +22,16 @@ TOLD_MAX = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Form:
-    """Where exponent and fraction lie; stride, in items: what is a scale among other bytes."""
+    """Where exponent and fraction lie.
+
+    stride, in items: what is a scale among other bytes; elements: how many values have one scale.
+    """
 
     item: str
     exponent: int
     fraction: int
     stride: int = 1
+    elements: int = 1
 
 
 FORMS: Mapping[str, Form] = MappingProxyType(
@@ -35,10 +39,14 @@ FORMS: Mapping[str, Form] = MappingProxyType(
         "F64": Form(item="<u8", exponent=0x7FF << 52, fraction=(1 << 52) - 1),
         "F32": Form(item="<u4", exponent=0xFF << 23, fraction=(1 << 23) - 1),
         "BF16": Form(item="<u2", exponent=0xFF << 7, fraction=(1 << 7) - 1),
-        "F16": Form(item="<u2", exponent=0x1F << 10, fraction=(1 << 10) - 1),
+        "F16": Form(item="<u2", exponent=0x7C00, fraction=0x03FF),
         # Blocks of 32: an fp16 scale first, then whole numbers.
-        "Q8_0": Form(item="<u2", exponent=0x1F << 10, fraction=(1 << 10) - 1, stride=17),
-        "Q4_0": Form(item="<u2", exponent=0x1F << 10, fraction=(1 << 10) - 1, stride=9),
+        "Q8_0": Form(
+            item="<u2", exponent=0x1F << 10, fraction=(1 << 10) - 1, stride=17, elements=32
+        ),
+        "Q4_0": Form(
+            item="<u2", exponent=0x1F << 10, fraction=(1 << 10) - 1, stride=9, elements=32
+        ),
     }
 )
 
@@ -65,7 +73,7 @@ def not_finite(extents: Iterable[Extent]) -> tuple[list[Finding], int]:
             unread[extent.form] = unread.get(extent.form, 0) + 1
             continue
         nan, infinite, count = _count(extent, form)
-        looked += count
+        looked += count * form.elements
         if not nan and not infinite:
             continue
         if len(findings) < TOLD_MAX:
@@ -111,7 +119,8 @@ def _fill(file: object, target: memoryview) -> None:
 
 
 def _finding(extent: Extent, nan: int, infinite: int, count: int) -> Finding:
-    what = f"{nan} NaN and {infinite} infinite of {count} values"
+    kind = "values" if FORMS[extent.form].elements == 1 else "scales"
+    what = f"{nan} NaN and {infinite} infinite of {count} {kind}"
     remedy = "training diverged or the file is damaged: take an earlier checkpoint"
     if infinite and not nan and extent.form == "F16":
         remedy = "values beyond fp16's 65504 were converted: export with bf16 or fp32"

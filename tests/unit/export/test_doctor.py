@@ -18,6 +18,7 @@ from export.doctor_run import examine
 from export.doctor_values import CHUNK_BYTES, Extent, not_finite
 from tests.support.ailing import (
     INDEX,
+    MODEL,
     ONE,
     SINGLE,
     TWO,
@@ -31,6 +32,7 @@ from tests.support.ailing import (
     sound_package,
     without_format,
 )
+from tests.support.exports import make_store
 from tests.support.packages import FAMILY_NAMES, change_json, config_of, write_package
 from trainer.errors import InputError
 
@@ -361,6 +363,9 @@ def test_is_what_is_no_package_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(UnreadablePackageError, match=words):
             examine(path)
+    make_store(tmp_path / "store", MODEL)
+    with pytest.raises(UnreadablePackageError, match="a store: `export-hf"):
+        examine(tmp_path / "store")
     (tmp_path / "adapter_config.json").touch()
     with pytest.raises(UnreadablePackageError, match="adapter"):
         examine(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 from collections.abc import Callable
@@ -97,6 +98,8 @@ def test_is_nothing_said_of_a_sound_file(tmp_path: Path) -> None:
         examined = examine(file)
         assert list(examined.findings) == []
         assert examined.exit_code == 0
+        shapes = [entry.shape for entry in read_gguf_header(file).tensors.values()]
+        assert examined.values_read == sum(math.prod(shape) for shape in shapes)
         assert {t.name for t in gguf.GGUFReader(file).tensors} == read_gguf_header(
             file
         ).tensors.keys()
