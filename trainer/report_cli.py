@@ -52,6 +52,8 @@ def command(
     target = Path(out)
     if target.is_dir():
         raise InputError(f"--out {out}: this is a folder; give the name of a file in it")
+    if not target.parent.is_dir():
+        raise InputError(f"--out {out}: {target.parent} is no folder; make it, or name another")
     draft = target.with_name(f".{target.name}.{os.getpid()}.new")
     try:
         draft.write_text(page(data), encoding="utf-8")

@@ -30,6 +30,7 @@ SERIES = (
     "ceiling_percent", "loss_scale", "seconds", "commit_seconds", "publish_seconds",
     "host_memory_bytes", "device_peak_bytes", "bytes_written",
 )  # fmt: skip
+WHOLE_STEP = ("seconds", "tokens_per_second")
 Line = Mapping[str, Any]
 
 
@@ -143,7 +144,7 @@ def _steps(
         _Step(
             step=row.step,
             time=row.time,
-            metrics={**_same(lines.get(row.step), row.metrics), **row.metrics},
+            metrics=_merged(_same(lines.get(row.step), row.metrics), row.metrics),
             norms=statistics.get(row.commit) or row.metrics.get("shard_norms") or {},
             timings=_same(lines.get(row.step), row.metrics).get("timings") or {},
             events=row.events,
@@ -160,6 +161,12 @@ def _steps(
             _Step(step=step, time=time, metrics=line, norms={}, timings=timings, events=[])
         )
     return steps
+
+
+def _merged(line: Line, metrics: Mapping[str, Any]) -> Line:
+    """Give what a commit tells, and what only its line can: a commit is made before it has taken
+    its time, so its own `seconds` lack it, and its tokens a second are too many."""
+    return {**line, **metrics, **{name: line[name] for name in WHOLE_STEP if name in line}}
 
 
 def _same(line: Line | None, metrics: Mapping[str, Any]) -> Line:

@@ -36,6 +36,9 @@ def test_every_step_has_its_numbers(store: Path) -> None:
     assert data["step"] == list(range(1, 9))
     lines = (log_folder(store, "main") / FILE_NAME).read_text().splitlines()
     assert data["series"]["loss"] == [json.loads(line)["loss"] for line in lines]
+    # A commit's own numbers lack the time it took: shown are those of the whole step.
+    for name in ("seconds", "tokens_per_second"):
+        assert data["series"][name] == [json.loads(line)[name] for line in lines]
     held_out = data["series"]["validation_loss"]
     validated = [s for s, v in zip(data["step"], held_out, strict=True) if v]
     assert validated == [3, 6, 8]
@@ -113,11 +116,14 @@ def test_the_command_writes_whole_files_and_exits_4_on_an_empty_store(
         (store, ["--json"], 0),
         (tmp_path / "empty", ["--out", str(tmp_path / "other.html")], 4),
         (store, ["--out", str(tmp_path)], 2),
+        (store, ["--out", str(tmp_path / "none" / "page.html")], 2),
     ):
         monkeypatch.setattr(sys, "argv", ["train-report", str(place), *more])
         with pytest.raises(SystemExit) as ended:
             main()
         assert ended.value.code == code
     assert out.read_text().startswith("<!doctype html>")
-    assert json.loads(capsys.readouterr().out)["step_count"] == 8
+    said = capsys.readouterr()
+    assert json.loads(said.out)["step_count"] == 8
+    assert f"{tmp_path / 'none'} is no folder" in said.err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "page.html"]
