@@ -153,6 +153,19 @@ def test_is_a_log_of_another_store_refused(closed: Path, root: Path) -> None:
         shardb.open(closed)
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_is_a_log_refused_that_went_another_way(closed: Path, root: Path, steps: int) -> None:
+    """A copy of the store went on by itself: its log has not what this index has applied."""
+    other = copied(closed, root.parent / "other")
+    for path, count in ((closed, 1), (other, steps)):
+        with shardb.open(path) as store:
+            for step in range(count):
+                commit_step(store, store.resolve().step + 1, fill=step)
+    shutil.copy(last_segment(other), last_segment(closed))
+    with pytest.raises(LogTruncatedError, match="not in this log"):
+        shardb.open(closed)
+
+
 def test_is_an_index_of_another_store_refused(closed: Path, root: Path) -> None:
     other = root.parent / "other"
     with shardb.open(other, create=True) as store:
