@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from export import doctor_cli
+from export.doctor_findings import ERROR, WARNING
+from export.doctor_run import examine
 from tests.support.ailing import put_interleaved, set_json, sound_package
 from tests.support.commands import REPOSITORY, Ended
 from trainer.command_cli import answer, new_app
@@ -106,3 +109,23 @@ def test_is_a_store_with_an_at_sign_taken_whole(tmp_path: Path) -> None:
     assert doctor_cli.split_ref(f"{tmp_path}/a@b") == (f"{tmp_path}/a@b", None)
     assert doctor_cli.split_ref(f"{tmp_path}/a@b@c") == (f"{tmp_path}/a@b", "c")
     assert doctor_cli.split_ref("run") == ("run", None)
+
+
+def test_is_what_version_5_alone_can_read_told(package: Path, tmp_path: Path) -> None:
+    """Version 4 reads this package with another theta and cannot load its tokenizer."""
+    transformers = pytest.importorskip("transformers", reason="pip install '.[test]'")
+    if int(transformers.__version__.split(".")[0]) < 5:
+        pytest.skip("this is about what version 5 of transformers writes")
+    folder = tmp_path / "saved"
+    for kind in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer):
+        kind.from_pretrained(package, local_files_only=True).save_pretrained(folder)
+    findings = examine(folder).findings
+    assert [f for f in findings if f.severity == ERROR] == []
+    warned = {(f.file, f.field) for f in findings if f.severity == WARNING}
+    assert {
+        ("config.json", "rope_theta"),
+        ("config.json", "torch_dtype"),
+        ("tokenizer_config.json", "tokenizer_class"),
+    } <= warned
+    is_private = stat.S_IMODE((folder / "model.safetensors").stat().st_mode) == 0o600
+    assert (("model.safetensors", "mode") in warned) is is_private
