@@ -92,7 +92,7 @@ class Lanes(Protocol):
         ...
 
     def take_trace(self) -> list[Span]:
-        """Wait for all lanes; give the spans noted so far and forget them."""
+        """Wait for all lanes; give the spans noted so far, and note no more."""
         ...
 
 
@@ -142,7 +142,7 @@ class HostLanes:
         self._began = time.perf_counter()
 
     def take_trace(self) -> list[Span]:
-        spans, self._spans = self._spans, []
+        spans, self._spans, self._began = self._spans, [], None
         return spans
 
 
@@ -246,8 +246,8 @@ class CudaLanes:
         if self._trace is None:
             return []
         torch.cuda.synchronize(self._device)
-        timed, self._trace.timed = self._trace.timed, []
-        zero = self._trace.zero
+        timed, zero = self._trace.timed, self._trace.zero
+        self._trace = None
         return [
             Span(
                 lane=each.lane,

@@ -40,6 +40,7 @@ from trainer.skips import SkipReason, Skips, explained
 from trainer.step import ShardTransaction
 from trainer.step_log import StepLog
 from trainer.tiers import Tiers
+from trainer.tracing import RunTrace
 from trainer.validation import validation_of
 from trainer.watchdog import Watchdog
 
@@ -85,6 +86,7 @@ class Run:
     logs: RunLogs
     watchdog: Watchdog
     request: StopRequest
+    trace: RunTrace | None = None
 
     def __post_init__(self) -> None:
         plan = self.plan
@@ -134,7 +136,10 @@ class Run:
             pending_writes = self.tiers.training.writer.pending
             commit_started = time.perf_counter()
             self._commit(txn, trained.metrics)
-        commit_seconds = time.perf_counter() - commit_started
+        commit_ended = time.perf_counter()
+        commit_seconds = commit_ended - commit_started
+        if self.trace is not None:
+            self.trace.committed(self.head.step, commit_started, commit_ended)
         publish_seconds += self.keep_head()
         seconds = time.perf_counter() - started
         return {

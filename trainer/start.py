@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import torch
@@ -22,10 +22,11 @@ from trainer.budget import check_memory, check_space
 from trainer.ceiling import Ceiling, ceiling_of
 from trainer.device import Device
 from trainer.engine import Engine
+from trainer.errors import InputError
 from trainer.found import find_run
 from trainer.lora.engine import AdapterEngine
 from trainer.opening import Surroundings, opened_tiers
-from trainer.pipeline.choosing import pipeline_settings
+from trainer.pipeline.choosing import pipeline_settings, pipeline_way
 from trainer.plan import Plan, finished_text, make_plan, validates
 from trainer.preflight import BudgetLine, binding, check_vram, preflight, preflight_text
 from trainer.progress import Progress, progress_for
@@ -39,6 +40,7 @@ from trainer.scalar_writer import open_scalars, writer_class
 from trainer.signals import StopRequest
 from trainer.step_log import log_folder, open_step_log
 from trainer.tiers import Tiers
+from trainer.tracing import RunTrace
 from trainer.watchdog import Watchdog
 
 
@@ -55,6 +57,8 @@ def train(given: Given, request: StopRequest, say: Callable[[str], None]) -> int
     if given.get("dry_run"):
         say(_report(plan, as_json=bool(given.get("json"))))
         return 0
+    if given.get("trace"):
+        _check_traced(plan, Path(given["trace"]))
     lines = _preflight(plan, measures=False)
     check_vram(lines)
     active = plan.settings.active
@@ -76,7 +80,8 @@ def train(given: Given, request: StopRequest, say: Callable[[str], None]) -> int
                 watchdog=watchdog,
                 allow_network=bool(given.get("allow_network")),
             )
-            return _carry_out(plan, around, progress, request)
+            trace = Path(given["trace"]) if given.get("trace") else None
+            return _carry_out(plan, around, progress, request, trace)
     finally:
         progress.close()
 
@@ -146,9 +151,33 @@ def opened_run(
             )
 
 
-def _carry_out(plan: Plan, around: Surroundings, progress: Progress, request: StopRequest) -> int:
+def _check_traced(plan: Plan, path: Path) -> None:
+    """Refuse a trace of steps that have no lanes, or to where there is no folder."""
+    if not path.absolute().parent.is_dir():
+        raise InputError(f"--trace {path}: there is no such folder: make it, or give another file")
+    budget = plan.budget
+    options = options_of(plan.recipe, plan.settings, budget.activations, budget.placement)
+    is_host = Device.from_name(plan.recipe.device).is_host
+    way = pipeline_way(plan.settings, options, is_host=is_host)
+    if way is None or plan.recipe.lora is not None:
+        raise InputError(
+            "--trace: the steps of this run do not go through the device pipeline, so they have no"
+            " lanes: give --device-pipeline on (on a GPU it is chosen where it can do the step)"
+        )
+
+
+def _carry_out(
+    plan: Plan,
+    around: Surroundings,
+    progress: Progress,
+    request: StopRequest,
+    trace: Path | None,
+) -> int:
     """Open the stores, step until the end, and say how it ended."""
-    with opened_run(plan, around, progress, request) as run:
+    with opened_run(plan, around, progress, request) as run, ExitStack() as stack:
+        if trace is not None and run.engine.pipeline is not None:
+            run.trace = RunTrace(trace, run.engine.pipeline.lanes)
+            stack.callback(run.trace.close)
         try:
             run.go_on()
         except Exception:

@@ -18,7 +18,8 @@ be scaled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -70,7 +71,19 @@ class PipelineStep:
 
     def settle(self, txn: ShardTransaction) -> bool:
         """Take the transaction's base; False where this step began from another one."""
-        return self._base.settle(txn)
+        with self._clock.measure("param_load_seconds"):
+            return self._base.settle(txn)
+
+    @contextmanager
+    def sealing(self) -> Iterator[None]:
+        """Count the wait for copies out and digests."""
+        with self._clock.measure("param_save_stage_seconds"):
+            yield
+
+    @property
+    def timings(self) -> Mapping[str, float]:
+        """Give seconds by bucket."""
+        return self._clock.seconds
 
     def begin(self) -> None:
         """Do the forward pass; ask for it, rather: the device may be at it when this returns."""
