@@ -11,7 +11,9 @@ import torch
 
 import shardb
 from serve.pinned import PinnedModel
+from serve.requests import SamplingParameters
 from serve.scheduler import Scheduler
+from shardb.errors import ObjectCorruptError, UsageError
 from tests.support.packages import (
     FAMILY_NAMES,
     config_of,
@@ -21,6 +23,7 @@ from tests.support.packages import (
     write_package,
 )
 from tests.support.served import Answer, ask, scheduler
+from tests.support.small_stores import flip_bit, object_of
 from trainer.device import Device
 from trainer.engine import Engine, EngineOptions
 from trainer.model.config import ModelConfig
@@ -140,3 +143,47 @@ def test_would_other_weights_be_noticed(name: str, tmp_path: Path) -> None:
         opened.release()
     model = resident(tmp_path / "0")
     assert [generated(model, prompt)[0] for prompt in PROMPTS] == found[0] != found[1]
+
+
+def test_is_a_prompt_scored_where_its_logits_have_room(package: Path, pinned: PinnedModel) -> None:
+    prompt = PROMPTS[1]
+    with scheduler(prefill_chunk=len(prompt)) as to:
+        told = ask(to, pinned, prompt, 0, prompt_logprobs=True).wait().prompt
+        if pinned.config.hf_config:
+            with pytest.raises(UsageError, match="prefill_chunk"):
+                ask(to, pinned, [*prompt, 5], 0, prompt_logprobs=True)
+    with torch.inference_mode():
+        logits = resident(package / "package")(torch.tensor([prompt])).logits[0]
+    scores = torch.log_softmax(logits, dim=-1)[:-1].gather(1, torch.tensor(prompt[1:])[:, None])
+    assert told.logprobs[1:] == pytest.approx(scores[:, 0].tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gemma2"])
+def test_does_a_request_end_alone(name: str, tmp_path: Path) -> None:
+    write_package(tmp_path / "package", config_of(name))
+    import_here(tmp_path / "package", tmp_path / "store")
+    opened = PinnedModel.open(tmp_path / "store")
+    left = Answer()
+
+    def leave(event: Any) -> None:
+        left(event)
+        if len(left.tokens) == 3 and left.job is not None:
+            left.job.cancel()
+
+    with scheduler() as to:
+        with to._changed:
+            parameters = SamplingParameters(max_tokens=NEW, temperature=0.0, ignore_eos=True)
+            left.job = to.submit(opened, PROMPTS[0], parameters, leave)
+            other = ask(to, opened, PROMPTS[1], NEW)
+        assert (left.wait().finished.reason, len(left.tokens)) == ("cancelled", 3)
+        assert len(other.wait().tokens) == NEW
+        block = object_of(tmp_path / "store", 0, "params/block_001")
+        to.forget_prefixes()
+    opened.release()
+    flip_bit(block, block.stat().st_size // 2)
+    damaged = PinnedModel.open(tmp_path / "store")
+    with scheduler() as to:
+        error = ask(to, damaged, PROMPTS[0], 3).wait().finished.error
+        assert isinstance(error, ObjectCorruptError)
+        assert to.statistics().kv_bytes_used == 0
+    damaged.release()
