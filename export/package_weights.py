@@ -19,8 +19,8 @@ from export.average import mean_of
 from export.source_package import SourcePackage, read_source
 from shardb import Commit, ReadView, Store, TensorSpec, torch_adaptor
 from trainer.errors import InputError
-from trainer.lora.reading import adapter_shard, adapters_of, with_adapters
-from trainer.lora.settings import LoraSettings
+from trainer.model.adapter_settings import LoraSettings
+from trainer.model.adapters import adapter_shard, adapters_of, with_adapters
 from trainer.model.config import ModelConfig
 from trainer.model.stored import read_model
 

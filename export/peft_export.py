@@ -24,8 +24,8 @@ from export.source_package import SourcePackage
 from export.verify import VerificationError
 from shardb import torch_adaptor
 from trainer.errors import InputError
-from trainer.lora.reading import A_ENDS, B_ENDS, PREFIX
-from trainer.lora.settings import ALL_LINEAR, LoraSettings
+from trainer.model.adapter_settings import ALL_LINEAR, LoraSettings
+from trainer.model.adapters import A_ENDS, B_ENDS, PREFIX
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 NAME_PREFIX = "base_model.model."

@@ -24,9 +24,9 @@ from shardb.read_view import CommitView
 from shardb.records import Commit
 from shardb.store import Store
 from shardb.views import ShardView
-from trainer.lora.settings import LoraSettings
+from trainer.model.adapter_settings import LoraSettings
+from trainer.model.adapters import settings_in
 from trainer.model.config import ModelConfig
-from trainer.recipe import Recipe
 
 MODEL_SHARD = "meta/model"
 TOKENIZER_SHARD = "meta/tokenizer"
@@ -220,7 +220,7 @@ class PinnedModel:
         if not any(name.startswith("adapters/") for name in self.commit.shards):
             return None
         data = self._read_small(RECIPE_SHARD)
-        return None if data is None else Recipe.from_bytes(data).lora
+        return None if data is None else settings_in(data)
 
     def _read_small(self, shard: str) -> bytes | None:
         if shard not in self.commit.shards:

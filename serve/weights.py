@@ -24,7 +24,7 @@ from shardb import torch_adaptor
 from shardb.errors import UsageError
 from shardb.views import ShardView
 from trainer.device import Device
-from trainer.lora.reading import adapter_shard, with_adapters
+from trainer.model.adapters import adapter_shard, with_adapters
 from trainer.model.config import ModelConfig
 from trainer.model.stages import build_head, build_trunk
 

@@ -17,8 +17,8 @@ from trainer.ceiling import DEVICE_COPY_BYTES, measure, step_flops
 from trainer.device import Device
 from trainer.errors import InputError
 from trainer.host_memory import machine_memory
-from trainer.lora.settings import LoraSettings
 from trainer.lora.walk import predicted_adapter_phases
+from trainer.model.adapter_settings import LoraSettings
 from trainer.pipeline.choosing import vram_budget_of
 from trainer.recipe import Recipe, Settings
 from trainer.recipe_options import pinned_budget_bytes

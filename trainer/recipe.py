@@ -18,7 +18,7 @@ from typing import Any
 import xxhash
 
 from trainer.errors import InputError
-from trainer.lora.settings import QUANTS, LoraSettings
+from trainer.model.adapter_settings import QUANTS, LoraSettings
 from trainer.model.config import ModelConfig
 from trainer.model.stored import canonical_json
 from trainer.schedule import SHAPES, Schedule

@@ -27,7 +27,8 @@ from tests.support.training import (
 )
 from trainer.errors import InputError
 from trainer.found import find_run
-from trainer.lora.reading import adapters_of, reading_engine
+from trainer.lora.reading import reading_engine
+from trainer.model.adapters import adapters_of
 from trainer.plan import make_plan
 
 IDS = torch.randint(3, 64, (2, 20), generator=torch.Generator().manual_seed(2))

@@ -18,9 +18,9 @@ from shardb import torch_adaptor
 from tests.support.packages import config_of, import_here, write_package
 from trainer.device import Device
 from trainer.lora.engine import AdapterEngine
-from trainer.lora.settings import LoraSettings
 from trainer.lora.step import AdapterPass
 from trainer.lora.visits import open_window, read_adapters
+from trainer.model.adapter_settings import LoraSettings
 from trainer.model.stored import read_model
 from trainer.options import EngineOptions
 from trainer.timing import StepClock

@@ -23,10 +23,10 @@ from trainer.budget import (
 )
 from trainer.device import Device
 from trainer.lora.nf4 import packed_shapes
-from trainer.lora.settings import LoraSettings
 from trainer.lora.slots import placed_bytes
 from trainer.lora.targets import adapter_parameters, adapter_specs, check_targets
 from trainer.lora.walk import predicted_adapter_bytes
+from trainer.model.adapter_settings import LoraSettings
 from trainer.model.stages import Stage, build_stages
 from trainer.placement_choice import run_boundary_bytes
 from trainer.recipe import Recipe, Settings

@@ -19,9 +19,9 @@ from trainer.evaluate import EvalResult
 from trainer.lora import nf4
 from trainer.lora.adoption import NewAdapters
 from trainer.lora.model import AdaptedModel
-from trainer.lora.settings import LoraSettings
 from trainer.lora.step import AdapterPass, AdapterStep
 from trainer.lora.visits import AdaptedEvaluator, open_window, read_adapters
+from trainer.model.adapter_settings import LoraSettings
 from trainer.model.config import ModelConfig
 from trainer.options import EngineOptions
 from trainer.pipeline.course import NextRows

@@ -1,42 +1,23 @@
 """Products with a frozen weight, and what an adapter adds to them.
 
-Owns the arithmetic, which is that of `peft`: the base's product in the compute dtype, the adapter's
-in the adapter's own, their sum cast back. Knows nothing of stages. Any code that calls `F.linear`
+Owns where a product is replaced; the arithmetic is that of `trainer.model.adapters`. Knows nothing
+of stages. Any code that calls `F.linear`
 with a weight that is known here gets the sum, so that a model's own layers run as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from trainer.model.adapters import Adapter
+
 # Gives x W^T + b for a weight in another form than a matrix.
 Product = Callable[[Tensor, Tensor | None], Tensor]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Adapter:
-    """One module's adapter: A [r, in], B [out, r], and the factor of their product.
-
-    rounds_first: what is added is cast before the sum, as `peft` does beside a packed base.
-    """
-
-    a_RI: Tensor
-    b_OR: Tensor
-    scale: float
-    rounds_first: bool = False
-
-    def added_to(self, output: Tensor, x: Tensor) -> Tensor:
-        """Add scale * B(A x) to a base's output, and keep its dtype."""
-        low = F.linear(F.linear(x.to(self.a_RI.dtype), self.a_RI), self.b_OR)
-        added = low * self.scale
-        return (output + (added.to(output.dtype) if self.rounds_first else added)).to(output.dtype)
 
 
 class AdaptedLinears(TorchFunctionMode):
@@ -81,8 +62,3 @@ class AdaptedLinears(TorchFunctionMode):
     def unused(self) -> int:
         """Count the adapters that no product asked for."""
         return len(self._adapters.keys() - self.used)
-
-
-def merged(weight: Tensor, adapter: Adapter) -> Tensor:
-    """Give the fp32 weight that stands for base and adapter: W + scale * B A."""
-    return weight.to(torch.float32) + (adapter.b_OR.float() @ adapter.a_RI.float()) * adapter.scale

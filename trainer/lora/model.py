@@ -13,10 +13,10 @@ import torch
 
 from trainer.device import Device
 from trainer.lora import nf4
-from trainer.lora.settings import LoraSettings
 from trainer.lora.slots import SlotPool, placed_bytes
 from trainer.lora.stages import AdaptedStage, adapted
 from trainer.lora.targets import check_targets
+from trainer.model.adapter_settings import LoraSettings
 from trainer.step_model import StepModel
 
 

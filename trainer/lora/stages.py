@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from trainer.lora import nf4
-from trainer.lora.linears import AdaptedLinears, Adapter, Product
-from trainer.lora.settings import LoraSettings
+from trainer.lora.linears import AdaptedLinears, Product
 from trainer.lora.slots import Lease, StaleSlotError
 from trainer.lora.targets import adapter_parameters, linear_modules
+from trainer.model.adapter_settings import LoraSettings
+from trainer.model.adapters import Adapter
 from trainer.model.stages import Parameter, Stage
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from shardb import TensorSpec
 from trainer.errors import InputError
-from trainer.lora.settings import ALL_LINEAR, LoraSettings
+from trainer.model.adapter_settings import ALL_LINEAR, LoraSettings
 from trainer.model.stages import Parameter, Stage
 
 

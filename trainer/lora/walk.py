@@ -22,11 +22,11 @@ from trainer.gradients import GradientSum, taken
 from trainer.head import head_backward
 from trainer.host_walk import SCALARS_BYTES
 from trainer.lora.model import brought_bytes, slot_bytes
-from trainer.lora.settings import LoraSettings
 from trainer.lora.slots import Lease
 from trainer.lora.stages import AdaptedStage, adapted
 from trainer.lora.targets import linear_modules
 from trainer.model import layers
+from trainer.model.adapter_settings import LoraSettings
 from trainer.model.stages import build_head, build_trunk
 from trainer.step_walk import kind_of
 from trainer.tape import Compute, ReplayTape, Tape

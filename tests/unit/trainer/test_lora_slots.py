@@ -19,10 +19,11 @@ from tests.support.adapters import (
 )
 from trainer.device import Device
 from trainer.errors import InputError, NonFiniteError
-from trainer.lora.linears import AdaptedLinears, Adapter
-from trainer.lora.settings import ALL_LINEAR
+from trainer.lora.linears import AdaptedLinears
 from trainer.lora.slots import Lease, SlotPool, StaleSlotError
 from trainer.lora.stages import Binding
+from trainer.model.adapter_settings import ALL_LINEAR
+from trainer.model.adapters import Adapter
 
 HOST = Device.from_name("cpu")
 ROWS = [np.random.default_rng(5).integers(3, 64, (2, 13))]
