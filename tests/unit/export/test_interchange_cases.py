@@ -21,6 +21,9 @@ from tests.support.exports import make_store
 from tests.support.tiny_model import TINY
 
 UNIT, WHOLE = "tests/unit/export", "tests/integration"
+IMPORTED = f"{UNIT}/test_import_names.py"
+EXPORTED = f"{UNIT}/test_hf_export.py"
+ADAPTOR = "tests/unit/shardb/test_torch_adaptor.py"
 DOCTOR = f"{UNIT}/test_doctor.py::test_is_it_found_with_its_place"
 CASES: Mapping[str, tuple[str, ...]] = {
     "weights are written with mode 0600 whatever the umask": (
@@ -28,16 +31,16 @@ CASES: Mapping[str, tuple[str, ...]] = {
     ),
     "arrays that are not in C order are written scrambled": (
         f"{UNIT}/test_interchange_cases.py::test_are_weights_in_another_order_written_right",
-        "tests/unit/shardb/test_torch_adaptor.py::test_is_a_tensor_written_whatever_its_strides_and_gradient",
+        f"{ADAPTOR}::test_is_a_tensor_written_whatever_its_strides_and_gradient",
     ),
     "theta is read at another place than it was written": (
-        f"{UNIT}/test_hf_export.py::test_is_configuration_written_in_every_form",
+        f"{EXPORTED}::test_is_configuration_written_in_every_form",
         f"{UNIT}/test_import_config.py::test_old_and_new_rope_are_one_model",
         f"{UNIT}/test_import_config.py::test_a_bad_field_is_refused_by_name", DOCTOR,
     ),
     "a head is dropped or random, for the tie flag lies": (
-        f"{UNIT}/test_import_names.py::test_a_head_that_is_said_to_be_tied_and_is_not_is_refused",
-        f"{UNIT}/test_import_names.py::test_a_head_that_is_said_to_be_apart_and_is_missing_is_refused",
+        f"{IMPORTED}::test_a_head_that_is_said_to_be_tied_and_is_not_is_refused",
+        f"{IMPORTED}::test_a_head_that_is_said_to_be_apart_and_is_missing_is_refused",
         f"{UNIT}/test_hf_weights.py::test_is_the_header_what_readers_need", DOCTOR,
     ),
     "head_dim or key heads are left out and derived wrongly": (
@@ -50,17 +53,17 @@ CASES: Mapping[str, tuple[str, ...]] = {
         f"{UNIT}/test_doctor_against.py::test_is_a_wrong_rotary_layout_found_by_name",
     ),
     "class, template or dtype are written for one version": (
-        f"{UNIT}/test_hf_export.py::test_is_configuration_written_in_every_form",
-        f"{UNIT}/test_hf_export.py::test_is_a_broken_template_refused_and_a_good_one_at_both_places",
+        f"{EXPORTED}::test_is_configuration_written_in_every_form",
+        f"{EXPORTED}::test_is_a_broken_template_refused_and_a_good_one_at_both_places",
         f"{UNIT}/test_import_config.py::test_new_and_old_dtype_are_one_model", DOCTOR,
     ),
     "bos, eos and pad differ between files": (
         (f"{UNIT}/test_package_tokenizer.py::"
         "test_are_the_models_ids_special_only_where_the_tokenizer_says_so"),
-        f"{UNIT}/test_hf_export.py::test_is_configuration_written_in_every_form", DOCTOR,
+        f"{EXPORTED}::test_is_configuration_written_in_every_form", DOCTOR,
     ),
     "fp16 overflows or vanishes": (
-        f"{UNIT}/test_hf_export.py::test_is_fp16_overflow_refused_before_anything_is_made",
+        f"{EXPORTED}::test_is_fp16_overflow_refused_before_anything_is_made",
         f"{UNIT}/test_hf_weights.py::test_are_weights_that_become_zero_counted",
         (f"{WHOLE}/test_import_run.py::"
         "test_another_form_is_rounded_once_and_what_it_cannot_hold_is_refused"), DOCTOR,
@@ -73,11 +76,11 @@ CASES: Mapping[str, tuple[str, ...]] = {
     ),
     "it cannot be loaded offline without copying files by hand": (
         f"{WHOLE}/test_export.py::test_is_a_trained_store_loaded_by_a_stranger",
-        f"{UNIT}/test_hf_export.py::test_are_logits_beyond_the_bound_never_published",
+        f"{EXPORTED}::test_are_logits_beyond_the_bound_never_published",
     ),
     "names have a wrapper's prefix, or one is renamed": (
-        f"{UNIT}/test_import_names.py::test_the_prefix_of_a_wrapper_is_named",
-        f"{UNIT}/test_import_names.py::test_a_renamed_key_is_named_with_its_nearest_match", DOCTOR,
+        f"{IMPORTED}::test_the_prefix_of_a_wrapper_is_named",
+        f"{IMPORTED}::test_a_renamed_key_is_named_with_its_nearest_match", DOCTOR,
     ),
     "it is larger than memory, or the import is killed half-way": (
         f"{WHOLE}/test_import_run.py::test_is_memory_one_shard_however_large_the_package_is",
