@@ -148,10 +148,8 @@ def prepare_command(
     prepared = prepare(options, progress)
     for warning in prepared.warnings:
         progress.note(f"warning: {warning}")
-    if as_json:
-        _say(prepared.manifest.to_json().rstrip("\n"))
-    else:
-        _say("\n".join(_prepared_lines(prepared)))
+    manifest = prepared.manifest.to_json().rstrip("\n")
+    _say(manifest if as_json else "\n".join(_prepared_lines(prepared)))
 
 
 @app.command("inspect", epilog=_INSPECT_EPILOG)
