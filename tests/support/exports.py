@@ -59,6 +59,7 @@ def make_store(
 def replace_weight(store: Path, stage: str, tensor: str, value: float) -> None:
     """Commit the newest weights with one value of one tensor changed."""
     with shardb.open(store) as opened, opened.begin() as txn:
+        assert txn.base is not None
         name = f"params/{stage}"
         for shard in [each for each in txn.base.shards if each.startswith("params/")]:
             arrays = {key: array.copy() for key, array in txn.read(shard).arrays().items()}

@@ -88,7 +88,7 @@ def write_package(
         "model-00001-of-00002.safetensors": names[::2],
         "model-00002-of-00002.safetensors": names[1::2],
     }
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for file, part in halves.items():
         save_file({name: tensors[name] for name in part}, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, file)
@@ -133,9 +133,10 @@ def resident(package: Path, dtype: torch.dtype = torch.float32) -> Any:
     """Load a package as transformers does, offline; every tensor must find its place."""
     import transformers
 
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
         package, dtype=dtype, local_files_only=True, output_loading_info=True
     )
+    model, info = loaded
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     return model.eval()
