@@ -58,7 +58,9 @@ def read_config(config: Mapping[str, Any]) -> Any:
 @lru_cache(maxsize=4)
 def hf_model(hf_config: str) -> HfModel:
     """Give the model of a configuration as JSON; it is built once."""
-    return HfModel(json.loads(hf_config))
+    # Tables that are made while only inferring could not serve a backward pass later.
+    with torch.inference_mode(False):
+        return HfModel(json.loads(hf_config))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

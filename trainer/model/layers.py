@@ -57,13 +57,15 @@ def rotary_angles(
 
     The cache holds values that follow from the arguments alone; tables are never written to.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    frequencies = 1.0 / (theta**exponents)
-    if scaling is not None:
-        frequencies = stretched(frequencies, scaling)
-    angles_TK2 = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies[None, :]
-    angles_TK = torch.cat((angles_TK2, angles_TK2), dim=-1)
-    return angles_TK.cos().to(device, dtype), angles_TK.sin().to(device, dtype)
+    # What is made while only inferring could not serve a backward pass later.
+    with torch.inference_mode(False):
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+        frequencies = 1.0 / (theta**exponents)
+        if scaling is not None:
+            frequencies = stretched(frequencies, scaling)
+        angles_TK2 = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies[None, :]
+        angles_TK = torch.cat((angles_TK2, angles_TK2), dim=-1)
+        return angles_TK.cos().to(device, dtype), angles_TK.sin().to(device, dtype)
 
 
 def stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:

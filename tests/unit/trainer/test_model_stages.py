@@ -130,3 +130,16 @@ def test_first_values_have_the_configured_spread() -> None:
     assert bool((values["input_layernorm.weight"] == 1).all())
     assert bool((values["self_attn.q_norm.weight"] == 1).all())
     assert bool((values["self_attn.q_proj.bias"] == 0).all())
+
+
+def test_do_tables_made_while_inferring_serve_a_backward_pass() -> None:
+    """A process that served or evaluated first may train after: the tables are kept for both."""
+    rotary_angles.cache_clear()
+    arguments = (7, 8, 123.0, torch.float32, torch.device("cpu"))
+    with torch.inference_mode():
+        rotary_angles(*arguments)
+    cos_TK, _ = rotary_angles(*arguments)
+    x_TK = torch.ones(7, 8, requires_grad=True)
+    (x_TK * cos_TK).sum().backward()
+    assert x_TK.grad is not None
+    assert torch.equal(x_TK.grad, cos_TK)
