@@ -8,6 +8,7 @@ touched.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -50,10 +51,10 @@ def read_imported(store: Store, commit: Commit) -> ImportedModel | None:
         )
 
 
-class AdoptingTransaction:
-    """A transaction of a first step, in which every shard already has the form of the run.
+class FirstTransaction(ABC):
+    """A transaction of a first step, in which every shard of `specs` already has that form.
 
-    `specs` gives that form by shard. What is staged is read as it is.
+    What is staged is read as it is, and so is every other shard.
     """
 
     def __init__(
@@ -64,20 +65,14 @@ class AdoptingTransaction:
         self._staged: set[str] = set()
 
     def read(self, name: str) -> ShardView:
-        """Give the shard in the run's form: as staged, else from the import, else zero."""
+        """Give a shard as it is staged, else as the transaction has it or with first values."""
         if name in self._staged or name not in self._specs:
             return self._txn.read(name)
-        wanted = self._specs[name]
-        if not name.startswith("params/"):
-            return empty_shard(name, wanted)
-        view = self._txn.read(name)
-        if dict(view.specs) == dict(wanted):
-            return view
-        masters = empty_shard(name, wanted)
-        imported = torch_adaptor.tensors(view)
-        for tensor, target in torch_adaptor.tensors(masters).items():
-            target.copy_(imported[tensor])
-        return masters
+        return self._first(name, self._specs[name])
+
+    @abstractmethod
+    def _first(self, name: str, specs: Mapping[str, TensorSpec]) -> ShardView:
+        """Give a shard that the run has never staged, in its form."""
 
     def stage(self, name: str, like: ShardView | Mapping[str, TensorSpec]) -> StagedShard:
         """Give the writable image of a shard of the next commit."""
@@ -89,6 +84,22 @@ class AdoptingTransaction:
         """Drop what is staged of a shard, so that it can be staged again."""
         self._txn.discard(name)
         self._staged.discard(name)
+
+
+class AdoptingTransaction(FirstTransaction):
+    """A first step on an import: parameters are those of the import, state is zero."""
+
+    def _first(self, name: str, specs: Mapping[str, TensorSpec]) -> ShardView:
+        if not name.startswith("params/"):
+            return empty_shard(name, specs)
+        view = self._txn.read(name)
+        if dict(view.specs) == dict(specs):
+            return view
+        masters = empty_shard(name, specs)
+        imported = torch_adaptor.tensors(view)
+        for tensor, target in torch_adaptor.tensors(masters).items():
+            target.copy_(imported[tensor])
+        return masters
 
 
 def empty_shard(name: str, specs: Mapping[str, TensorSpec]) -> ShardView:

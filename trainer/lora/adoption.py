@@ -12,14 +12,14 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from shardb import ShardView, StagedShard, TensorSpec, torch_adaptor
-from trainer.adoption import empty_shard
+from shardb import ShardView, TensorSpec, torch_adaptor
+from trainer.adoption import FirstTransaction, empty_shard
 from trainer.lora.stages import AdaptedStage
 from trainer.model.initialise import generator_of
 from trainer.step import ShardTransaction
 
 
-class NewAdapters:
+class NewAdapters(FirstTransaction):
     """A transaction of a first step, in which every adapter has its first values."""
 
     def __init__(
@@ -29,32 +29,16 @@ class NewAdapters:
         specs: Mapping[str, Mapping[str, TensorSpec]],
         seed: int,
     ) -> None:
-        self._txn = txn
+        super().__init__(txn, specs)
         self._stages = stages
-        self._specs = specs
         self._seed = seed
-        self._staged: set[str] = set()
 
-    def read(self, name: str) -> ShardView:
-        """Give a shard as it is staged, else as the base has it, else with its first values."""
-        if name in self._staged or name not in self._specs:
-            return self._txn.read(name)
-        view = empty_shard(name, self._specs[name])
+    def _first(self, name: str, specs: Mapping[str, TensorSpec]) -> ShardView:
+        view = empty_shard(name, specs)
         kind, _, stage = name.partition("/")
         if kind == "adapters":
             fill_first(self._stages[stage], self._seed, torch_adaptor.tensors(view))
         return view
-
-    def stage(self, name: str, like: ShardView | Mapping[str, TensorSpec]) -> StagedShard:
-        """Give the writable image of a shard of the next commit."""
-        staged = self._txn.stage(name, like)
-        self._staged.add(name)
-        return staged
-
-    def discard(self, name: str) -> None:
-        """Drop what is staged of a shard, so that it can be staged again."""
-        self._txn.discard(name)
-        self._staged.discard(name)
 
 
 def fill_first(stage: AdaptedStage, seed: int, targets: Mapping[str, Tensor]) -> None:
