@@ -6,8 +6,9 @@ a read view of any commit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import torch
@@ -47,16 +48,7 @@ class Evaluator:
 
     def evaluate(self, reader: ShardReader, batches: Iterable[Tokens]) -> EvalResult:
         """Give the mean loss; InputError when there is no valid token at all."""
-        loss_sum, tokens, count = 0.0, 0, 0
-        for group in _groups(batches):
-            loss_sum += self._group_loss(reader, group)
-            tokens += sum(batch.valid_count for batch in group)
-            count += len(group)
-        if tokens == 0:
-            raise InputError(
-                "validation has no token to measure: give --val-data-dir rows whose labels count"
-            )
-        return EvalResult(loss=loss_sum / tokens, tokens=tokens, batches=count)
+        return mean_loss(batches, partial(self._group_loss, reader))
 
     def logits(self, reader: ShardReader, ids: Tensor, *, last_only: bool = False) -> Tensor:
         """Score ids [B, T]: [B, T, V] in the compute dtype; only the last position if asked."""
@@ -82,7 +74,22 @@ class Evaluator:
         return ShardWindow(reader, order, prefetch=self.prefetch, clock=self.compute.clock)
 
 
-def _groups(batches: Iterable[Tokens]) -> Iterator[list[Tokens]]:
+def mean_loss(
+    batches: Iterable[Tokens], group_loss: Callable[[Sequence[Tokens]], float]
+) -> EvalResult:
+    """Give the mean over all tokens; `group_loss` sums the loss of batches that pass together.
+
+    Raises:
+        InputError: there is no valid token at all.
+    """
+    loss_sum, tokens, count = 0.0, 0, 0
     iterator = iter(batches)
     while group := list(islice(iterator, GROUP_BATCHES)):
-        yield group
+        loss_sum += group_loss(group)
+        tokens += sum(batch.valid_count for batch in group)
+        count += len(group)
+    if tokens == 0:
+        raise InputError(
+            "validation has no token to measure: give --val-data-dir rows whose labels count"
+        )
+    return EvalResult(loss=loss_sum / tokens, tokens=tokens, batches=count)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import islice
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from shardb import ShardView, torch_adaptor
-from trainer.errors import InputError
-from trainer.evaluate import GROUP_BATCHES, EvalResult
+from trainer.evaluate import EvalResult, mean_loss
 from trainer.head import head_loss_sum
 from trainer.lora.model import AdaptedModel
 from trainer.lora.stages import AdaptedStage
@@ -72,17 +71,7 @@ class AdaptedEvaluator:
 
     def evaluate(self, reader: ShardReader, batches: Iterable[Tokens]) -> EvalResult:
         """Give the mean loss; InputError when there is no valid token at all."""
-        loss_sum, tokens, count = 0.0, 0, 0
-        iterator = iter(batches)
-        while group := list(islice(iterator, GROUP_BATCHES)):
-            loss_sum += self._group_loss(reader, group)
-            tokens += sum(batch.valid_count for batch in group)
-            count += len(group)
-        if tokens == 0:
-            raise InputError(
-                "validation has no token to measure: give --val-data-dir rows whose labels count"
-            )
-        return EvalResult(loss=loss_sum / tokens, tokens=tokens, batches=count)
+        return mean_loss(batches, partial(self._group_loss, reader))
 
     def logits(self, reader: ShardReader, ids: Tensor, *, last_only: bool = False) -> Tensor:
         """Score ids [B, T]: [B, T, V] in the compute dtype; only the last position if asked."""
