@@ -158,21 +158,7 @@ class TrainStep:
             params = self._stage(f"params/{name}", ready.view, "param_save_stage_seconds")
             state = self._stage(f"optim/{name}", state_view, "optimizer_save_stage_seconds")
             with self._clock.measure("optimizer_math_seconds"):
-                self._model.optimizer.update(
-                    self._model.device,
-                    ShardUpdate(
-                        name=name,
-                        params=torch_adaptor.tensors(ready.view),
-                        state=torch_adaptor.tensors(state_view),
-                        new_params=torch_adaptor.tensors(params),
-                        new_state=torch_adaptor.tensors(state),
-                        gradients=ready.gradients,
-                        gradient_scale=scale,
-                        learning_rate=self._order.learning_rate,
-                        step=self._order.step,
-                    ),
-                )
-                self._model.device.wait()
+                write_update(self._model, self._order, ready, state_view, params, state, scale)
             self._seal(params, "param_save_stage_seconds")
             self._seal(state, "optimizer_save_stage_seconds")
 
@@ -204,3 +190,30 @@ class TrainStep:
             timings=dict(self._clock.seconds),
             normaliser=normalised.to_json() if normalised else None,
         )
+
+
+def write_update(
+    model: StepModel,
+    order: StepOrder,
+    ready: StageGradients,
+    state_view: ShardView,
+    params: StagedShard,
+    state: StagedShard,
+    scale: float,
+) -> None:
+    """Write a shard's next parameters and state, and wait until they are there."""
+    model.optimizer.update(
+        model.device,
+        ShardUpdate(
+            name=ready.stage.name,
+            params=torch_adaptor.tensors(ready.view),
+            state=torch_adaptor.tensors(state_view),
+            new_params=torch_adaptor.tensors(params),
+            new_state=torch_adaptor.tensors(state),
+            gradients=ready.gradients,
+            gradient_scale=scale,
+            learning_rate=order.learning_rate,
+            step=order.step,
+        ),
+    )
+    model.device.wait()

@@ -14,16 +14,15 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from shardb import ShardView, torch_adaptor
+from shardb import ShardView
 from trainer.backward import StageGradients
 from trainer.clipping import clip_scale, total_norm
 from trainer.gradient_pass import GradientPass
 from trainer.gradients import GradientSum, taken
 from trainer.lora.model import AdaptedModel
 from trainer.lora.visits import Adapters, brought, open_window, read_adapters, visit
-from trainer.optimizers.tiles import ShardUpdate
 from trainer.residency import ShardWindow
-from trainer.step import ShardTransaction, StepOrder, StepResult
+from trainer.step import ShardTransaction, StepOrder, StepResult, write_update
 from trainer.tape import Compute, ReplayTape, Tape
 from trainer.timing import StepClock
 from trainer.tokens import Tokens
@@ -155,21 +154,7 @@ class AdapterStep:
                 params = self._txn.stage(f"adapters/{name}", like=ready.view)
                 state = self._txn.stage(f"optim/{name}", like=state_view)
             with self._clock.measure("optimizer_math_seconds"):
-                self._model.step.optimizer.update(
-                    self._model.step.device,
-                    ShardUpdate(
-                        name=name,
-                        params=torch_adaptor.tensors(ready.view),
-                        state=torch_adaptor.tensors(state_view),
-                        new_params=torch_adaptor.tensors(params),
-                        new_state=torch_adaptor.tensors(state),
-                        gradients=ready.gradients,
-                        gradient_scale=scale,
-                        learning_rate=self._order.learning_rate,
-                        step=self._order.step,
-                    ),
-                )
-                self._model.step.device.wait()
+                write_update(self._model.step, self._order, ready, state_view, params, state, scale)
             with window.lock:
                 params.seal()
                 state.seal()
