@@ -6,8 +6,6 @@ Owns the command line and what is printed.
 from __future__ import annotations
 
 import json as json_text
-import signal
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from export.package_sizes import in_bytes
-from trainer.command_cli import answer, let_waiting_threads_sleep, new_app
+from trainer.command_cli import run_command
 
 if TYPE_CHECKING:
     from export.doctor_findings import Examined
@@ -40,12 +38,7 @@ alone are 0; 3 where it is no package at all. An interrupt leaves everything as 
 
 def main() -> None:
     """Run the command and exit."""
-    let_waiting_threads_sleep()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        sys.exit(answer(new_app(command, HELP), sys.argv[1:], "model-doctor"))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_command(command, HELP, "model-doctor")
 
 
 def command(

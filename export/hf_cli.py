@@ -6,15 +6,13 @@ Owns the command line and what is printed.
 from __future__ import annotations
 
 import json as json_text
-import signal
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from export.package_sizes import in_bytes, parse_bytes
-from trainer.command_cli import answer, let_waiting_threads_sleep, new_app
+from trainer.command_cli import run_command
 from trainer.errors import InputError
 
 if TYPE_CHECKING:
@@ -42,12 +40,7 @@ kill leaves, the next export to the same folder removes.
 
 def main() -> None:
     """Run the command and exit."""
-    let_waiting_threads_sleep()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        sys.exit(answer(new_app(command, HELP), sys.argv[1:], "export-hf"))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_command(command, HELP, "export-hf")
 
 
 def command(

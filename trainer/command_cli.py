@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 
@@ -46,6 +47,16 @@ def answer(app: typer.Typer, arguments: list[str], name: str) -> int:
         called = context.command_path if context is not None else name
         return fail(f"{error.format_message()} (see `{called} --help`)", 2)
     return int(code or 0)
+
+
+def run_command(command: Any, help_text: str, name: str) -> NoReturn:
+    """Be a command that an interrupt or SIGTERM ends through every `finally`; exits the process."""
+    let_waiting_threads_sleep()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        sys.exit(answer(new_app(command, help_text), sys.argv[1:], name))
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def let_waiting_threads_sleep() -> None:
