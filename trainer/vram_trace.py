@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -110,8 +111,8 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         del self._known[key]
 
 
-class HostAttention(TorchFunctionMode):
-    """Puts the memory of the CPU's fused kernel in the place of attention's formula."""
+class FusedKernel(TorchFunctionMode, ABC):
+    """Puts the memory of a fused kernel in the place of a formula."""
 
     def __torch_function__(
         self,
@@ -120,9 +121,26 @@ class HostAttention(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        found = self.in_place_of(func, args, kwargs or {})
+        return func(*args, **(kwargs or {})) if found is None else found
+
+    @abstractmethod
+    def in_place_of(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Give what the kernel makes of a call; None: the call is computed as it is."""
+
+
+class HostAttention(FusedKernel):
+    """The CPU's kernel of attention."""
+
+    def in_place_of(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """See `FusedKernel`."""
         if func is F.scaled_dot_product_attention:
             return _HostFused.apply(*args[:3])  # type: ignore[no-untyped-call]
-        return func(*args, **(kwargs or {}))
+        return None
 
 
 class _HostFused(torch.autograd.Function):
@@ -141,22 +159,19 @@ class _HostFused(torch.autograd.Function):
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-class FusedAttention(TorchFunctionMode):
-    """Puts the memory of the fused kernel in the place of attention's formula."""
+class FusedAttention(FusedKernel):
+    """A CUDA device's kernel of attention."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+    def in_place_of(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        """See `FusedKernel`."""
         if func is F.scaled_dot_product_attention:
             query, key, value = args[:3]
             if query.dtype.itemsize == 2 or query.shape[1] == key.shape[1]:
                 return _Fused.apply(query, key, value)  # type: ignore[no-untyped-call]
             # In fp32 no fused kernel shares key heads: PyTorch computes the formula.
-        return func(*args, **(kwargs or {}))
+        return None
 
 
 class _Fused(torch.autograd.Function):

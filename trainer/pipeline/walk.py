@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from shardb import layout
 from shardb.views import StagedShard, TensorImage
@@ -46,7 +45,7 @@ from trainer.vram import (
     carried_on,
     table_bytes,
 )
-from trainer.vram_trace import META, FusedAttention, HostAttention, MemoryTrace
+from trainer.vram_trace import META, FusedAttention, FusedKernel, HostAttention, MemoryTrace
 
 T = TypeVar("T")
 # The first step's updates wait for the norm; the second one's are made at once; the third one's
@@ -114,19 +113,16 @@ def _walked(
     return found
 
 
-class _FusedNorm(TorchFunctionMode):
-    """Puts the memory of a GPU's fused kernel in the place of the norm's formula."""
+class _FusedNorm(FusedKernel):
+    """A CUDA device's kernel of the norm."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+    def in_place_of(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if func is F.rms_norm and (kwargs or {}).get("weight") is None:
+        """See `FusedKernel`."""
+        if func is F.rms_norm and kwargs.get("weight") is None:
             return _Norm.apply(args[0])  # type: ignore[no-untyped-call]
-        return func(*args, **(kwargs or {}))
+        return None
 
 
 class _Norm(torch.autograd.Function):
