@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from export import options_cli as options
 from export.package_sizes import in_bytes
 from trainer.command_cli import run_command
 
@@ -36,25 +37,19 @@ def main() -> None:
 
 
 def command(
-    store: Annotated[str, typer.Argument(help="The run's store.")],
+    store: options.Store,
     out: Annotated[Path, typer.Option(help="The file to write.")],
-    ref: Annotated[str | None, typer.Option(help="Which commit; the newest one else.")] = None,
+    ref: options.Ref = None,
     type: Annotated[str, typer.Option(help="f32, f16, bf16 or q8_0.")] = "f16",
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="Folder of a tokenizer.json; the store's own else.")
-    ] = None,
+    tokenizer: options.Tokenizer = None,
     pre: Annotated[
         str | None, typer.Option(help="llama.cpp's name for how texts are cut; recognised else.")
     ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace the file at --out.")] = False,
-    average: Annotated[
-        str | None, typer.Option(help="REF,REF…: the mean of these commits' weights.")
-    ] = None,
-    allow_padded_vocabulary: Annotated[
-        bool, typer.Option(help="The model may have more ids than the tokenizer.")
-    ] = False,
-    allow_network: Annotated[bool, typer.Option(help="Read from a network file system.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    average: options.Average = None,
+    allow_padded_vocabulary: options.AllowPaddedVocabulary = False,
+    allow_network: options.AllowNetwork = False,
+    json: options.Json = False,
 ) -> int:
     """Export and say what was made."""
     # torch takes seconds, and help should not.
@@ -66,7 +61,7 @@ def command(
             store=store,
             out=out,
             ref=ref,
-            average=tuple(filter(None, average.split(","))) if average is not None else (),
+            average=options.refs_of(average),
             form=type,
             tokenizer=tokenizer,
             pre=pre,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from export import options_cli as options
 from export.package_sizes import in_bytes, parse_bytes
 from trainer.command_cli import run_command
 from trainer.errors import InputError
@@ -44,31 +45,25 @@ def main() -> None:
 
 
 def command(
-    store: Annotated[str, typer.Argument(help="The run's store.")],
+    store: options.Store,
     out: Annotated[Path, typer.Option(help="The package's folder.")],
-    ref: Annotated[str | None, typer.Option(help="Which commit; the newest one else.")] = None,
+    ref: options.Ref = None,
     dtype: Annotated[
         str | None, typer.Option(help="fp32, bf16 or fp16; as imported, else fp32.")
     ] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="Folder of a tokenizer.json; the store's own else.")
-    ] = None,
+    tokenizer: options.Tokenizer = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = "5GB",
     overwrite: Annotated[bool, typer.Option(help="Replace the package at --out.")] = False,
-    average: Annotated[
-        str | None, typer.Option(help="REF,REF…: the mean of these commits' weights.")
-    ] = None,
+    average: options.Average = None,
     reference_logits: Annotated[
         Path | None, typer.Option(help="Also write ids and fp32 logits to this .npz file.")
     ] = None,
     adapter: Annotated[bool, typer.Option(help="The adapters alone, as peft loads them.")] = False,
     merge: Annotated[bool, typer.Option(help="Merge the adapters into their base.")] = False,
     chat_template: Annotated[Path | None, typer.Option(help="A Jinja file.")] = None,
-    allow_padded_vocabulary: Annotated[
-        bool, typer.Option(help="The model may have more ids than the tokenizer.")
-    ] = False,
-    allow_network: Annotated[bool, typer.Option(help="Read from a network file system.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    allow_padded_vocabulary: options.AllowPaddedVocabulary = False,
+    allow_network: options.AllowNetwork = False,
+    json: options.Json = False,
 ) -> int:
     """Export and say what was made."""
     if dtype is not None and dtype not in DTYPES:
@@ -87,7 +82,7 @@ def command(
             store=store,
             out=out,
             ref=ref,
-            average=tuple(filter(None, average.split(","))) if average is not None else (),
+            average=options.refs_of(average),
             dtype=dtype,
             tokenizer=tokenizer,
             max_file_bytes=max_file_bytes,
