@@ -15,9 +15,8 @@ from export.package_weights import Weights
 from shardb import ReadView
 from shardb.filesystem import RealFileSystem
 from shardb.timeline import Row, read_timeline
-from trainer.model.stored import read_bytes
+from trainer.model.stored import RECIPE_SHARD, read_bytes
 
-RECIPE_SHARD = "meta/recipe"
 RECIPE_FACTS = (
     *("seq_len", "micro_batch_size", "gradient_accumulation_steps", "optimizer", "learning_rate"),
     *("lr_schedule", "weight_decay", "dtype", "seed", "data_digest"),

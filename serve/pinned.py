@@ -27,11 +27,8 @@ from shardb.views import ShardView
 from trainer.model.adapter_settings import LoraSettings
 from trainer.model.adapters import settings_in
 from trainer.model.config import ModelConfig
+from trainer.model.stored import MODEL_SHARD, RECIPE_SHARD, TENSOR, TOKENIZER_SHARD
 
-MODEL_SHARD = "meta/model"
-TOKENIZER_SHARD = "meta/tokenizer"
-RECIPE_SHARD = "meta/recipe"
-SMALL_TENSOR = "json"
 READ_BYTES = 4 << 20
 # Below this a mapping was read from a disk and not from memory; small shards say nothing.
 SLOW_BYTES_A_SECOND = 3 << 30
@@ -225,7 +222,7 @@ class PinnedModel:
     def _read_small(self, shard: str) -> bytes | None:
         if shard not in self.commit.shards:
             return None
-        return self.read(shard).array(SMALL_TENSOR).tobytes()
+        return self.read(shard).array(TENSOR).tobytes()
 
 
 def _maps_a_file(view: ShardView) -> bool:

@@ -17,8 +17,13 @@ import numpy as np
 from shardb import Commit, ShardView, StagedShard, Store, TensorSpec, torch_adaptor
 from shardb.layout import build
 from trainer.model.config import ModelConfig
-from trainer.model.stored import MODEL_SHARD, TOKENIZER_SHARD, read_bytes, read_model
-from trainer.run_shards import RECIPE_SHARD
+from trainer.model.stored import (
+    MODEL_SHARD,
+    RECIPE_SHARD,
+    TOKENIZER_SHARD,
+    read_bytes,
+    read_model,
+)
 from trainer.step import ShardTransaction
 
 PAGE_BYTES = 4096

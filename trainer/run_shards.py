@@ -16,10 +16,14 @@ from shardb.state import DEFAULT_BRANCH
 from shardb.transfer_lineage import lineage
 from trainer.best import Best
 from trainer.errors import InputError
-from trainer.model.stored import TOKENIZER_SHARD, read_bytes, write_bytes, write_model
+from trainer.model.stored import (
+    RECIPE_SHARD,
+    TOKENIZER_SHARD,
+    read_bytes,
+    write_bytes,
+    write_model,
+)
 from trainer.recipe import Recipe, Settings
-
-RECIPE_SHARD = "meta/recipe"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 
 import shardb
-from serve.pinned import MODEL_SHARD, TOKENIZER_SHARD
 from shardb.records import Commit
 from trainer.model.config import ModelConfig
 from trainer.model.stages import build_stages
+from trainer.model.stored import MODEL_SHARD, TOKENIZER_SHARD
 
 LOGIT = 20.0
 

@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 
 import shardb
-from serve.pinned import MODEL_SHARD, PinnedModel
+from serve.pinned import PinnedModel
 from serve.requests import Event, Finished, PromptLogprobs, SamplingParameters, TokenEvent
 from serve.scheduler import Job, Scheduler, SchedulerOptions
 from shardb.records import Commit
 from trainer.device import Device
 from trainer.engine import Engine, EngineOptions
 from trainer.model.config import ModelConfig
+from trainer.model.stored import MODEL_SHARD
 
 WAIT_SECONDS = 60
 

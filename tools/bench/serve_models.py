@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 import shardb
-from serve.pinned import MODEL_SHARD, PinnedModel
+from serve.pinned import PinnedModel
 from serve.requests import Event, Finished, SamplingParameters, TokenEvent
 from serve.scheduler import Scheduler
 from shardb import torch_adaptor
 from shardb.errors import ShardbError
 from trainer.model.config import ModelConfig
 from trainer.model.stages import build_stages
+from trainer.model.stored import MODEL_SHARD
 
 SEED = 7
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

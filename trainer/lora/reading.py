@@ -9,8 +9,8 @@ from shardb import ReadView
 from trainer.device import Device
 from trainer.engine import Engine, EngineOptions
 from trainer.lora.engine import AdapterEngine
-from trainer.model.stored import read_model
-from trainer.run_shards import RECIPE_SHARD, read_recipe
+from trainer.model.stored import RECIPE_SHARD, read_model
+from trainer.run_shards import read_recipe
 
 
 def reading_engine(view: ReadView, device: str) -> Engine:

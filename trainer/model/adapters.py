@@ -18,10 +18,9 @@ from torch import Tensor
 
 from shardb import ReadView, ShardView, torch_adaptor
 from trainer.model.adapter_settings import LoraSettings
-from trainer.model.stored import read_bytes
+from trainer.model.stored import RECIPE_SHARD, read_bytes
 
 PREFIX = "adapters/"
-RECIPE_SHARD = "meta/recipe"
 A_ENDS, B_ENDS = ".lora_A.weight", ".lora_B.weight"
 
 

@@ -18,6 +18,8 @@ from trainer.model.config import ModelConfig
 
 MODEL_SHARD = "meta/model"
 TOKENIZER_SHARD = "meta/tokenizer"
+# What a run was asked for; an import has none.
+RECIPE_SHARD = "meta/recipe"
 # What an import keeps of its package; `export.source_package` reads and writes them.
 SOURCE_SHARD = "meta/source"
 TOKENIZER_FILES_SHARD = "meta/tokenizer_files"
