@@ -49,13 +49,18 @@ def imported_store(root: Path, model_type: str, **how: str) -> tuple[Path, Path]
 
 
 def adapter_engine(
-    store: Path, lora: LoraSettings, *, poison: bool = False, **options: object
+    store: Path,
+    lora: LoraSettings,
+    *,
+    poison: bool = False,
+    device: str = "cpu",
+    **options: object,
 ) -> AdapterEngine:
     """Give the engine of a store's model."""
     with shardb.open(store) as opened, opened.at() as view:
         model = read_model(view)
     known = EngineOptions(**options)  # type: ignore[arg-type]
-    return AdapterEngine(model, known, Device.from_name("cpu"), lora, seed=3, poison=poison)
+    return AdapterEngine(model, known, Device.from_name(device), lora, seed=3, poison=poison)
 
 
 def plant_adapters(store: Path, engine: AdapterEngine, seed: int = 11, *, step: int = 1) -> Named:
@@ -103,22 +108,33 @@ def adapter_gradients(
 
 
 class ResidentLora(nn.Module):
-    """A linear module with an adapter, as `peft` computes it."""
+    """A linear module with an adapter, as `peft` computes it.
 
-    def __init__(self, base: nn.Linear, a: Tensor, b: Tensor, scale: float) -> None:
+    rounds_first: as it does beside a packed base.
+    """
+
+    def __init__(
+        self, base: nn.Module, a: Tensor, b: Tensor, scale: float, *, rounds_first: bool = False
+    ) -> None:
         super().__init__()
         self.base_layer = base
         self.lora_A = nn.Parameter(a.clone())
         self.lora_B = nn.Parameter(b.clone())
         self.scale = scale
+        self.rounds_first = rounds_first
 
     def forward(self, x: Tensor) -> Tensor:
         result = self.base_layer(x)
         low = F.linear(F.linear(x.to(self.lora_A.dtype), self.lora_A), self.lora_B)
-        return (result + low * self.scale).to(result.dtype)
+        added = low * self.scale
+        if self.rounds_first:
+            added = added.to(result.dtype)
+        return (result + added).to(result.dtype)
 
 
-def with_adapters(model: nn.Module, planted: Mapping[str, Tensor], scale: float) -> int:
+def with_adapters(
+    model: nn.Module, planted: Mapping[str, Tensor], scale: float, *, rounds_first: bool = False
+) -> int:
     """Put the planted adapters into a resident model; give how many tensors found a place."""
     model.requires_grad_(False)
     count = 0
@@ -131,7 +147,8 @@ def with_adapters(model: nn.Module, planted: Mapping[str, Tensor], scale: float)
         parent, _, child = name.rpartition(".")
         b = planted[f"{stage}:{name}.lora_B.weight"]
         owner = layer.get_submodule(parent)
-        setattr(owner, child, ResidentLora(getattr(owner, child), a, b, scale))
+        base = getattr(owner, child)
+        setattr(owner, child, ResidentLora(base, a, b, scale, rounds_first=rounds_first))
         count += 2
     return count
 

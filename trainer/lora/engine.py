@@ -80,7 +80,8 @@ class AdapterEngine(Engine):
         """Stage the packed base where it is asked for and not there; give what there is to say."""
         if self.lora.base_quant == "none":
             return []
-        packed = nf4.stage_quantised(txn, self.stages, txn.base.shards if txn.base else {})
+        known = txn.base.shards if txn.base else {}
+        packed = nf4.stage_quantised(txn, self.stages, known, self.device.torch_device)
         size = f"{packed.bytes:,} bytes, {packed.bytes_a_value:.4f} each"
         return [f"base in nf4: {packed.values:,} parameters in {size}"]
 

@@ -58,12 +58,18 @@ def library() -> Any:
         ) from error
 
 
-def quantise(stage: Stage, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Give a block's tensors with its matrices packed."""
+def quantise(
+    stage: Stage, tensors: Mapping[str, Tensor], device: torch.device
+) -> dict[str, Tensor]:
+    """Give a block's tensors with its matrices packed, one after the other, by `device`."""
     matrices = {f"{module}.weight" for module in linear_modules(stage)}
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        found |= _packed(name, tensor) if name in matrices else {name: tensor}
+        if name in matrices:
+            packed = _packed(name, tensor.to(device))
+            found |= {key: value.to("cpu") for key, value in packed.items()}
+        else:
+            found[name] = tensor
     return found
 
 
@@ -143,8 +149,10 @@ def _product(
     return multiply
 
 
-def stage_quantised(txn: Transaction, stages: list[Stage], known: Mapping[str, object]) -> Packed:
-    """Stage the blocks of an imported base in NF4, frozen, one after the other.
+def stage_quantised(
+    txn: Transaction, stages: list[Stage], known: Mapping[str, object], device: torch.device
+) -> Packed:
+    """Stage the blocks of an imported base in NF4, frozen, one after the other, made by `device`.
 
     A block that the commit has already is left as it is.
     """
@@ -156,7 +164,7 @@ def stage_quantised(txn: Transaction, stages: list[Stage], known: Mapping[str, o
         name = PREFIX + stage.name
         if name not in known:
             tensors = torch_adaptor.tensors(txn.read(f"params/{stage.name}"))
-            torch_adaptor.write(txn, name, quantise(stage, tensors), trainable=False)
+            torch_adaptor.write(txn, name, quantise(stage, tensors, device), trainable=False)
         values += sum(math.prod(stage.parameters[each].shape) for each in matrices)
         size += packed_bytes(txn.read(name))
     return Packed(values=values, bytes=size)
