@@ -10,14 +10,13 @@ A live object is never opened for writing: a retired file leaves `objects/` befo
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +25,19 @@ import xxhash
 from shardb import layout
 from shardb.buffers import PAGE_BYTES, Bytes, PooledBuffer
 from shardb.errors import ObjectCorruptError, ObjectMissingError
-from shardb.filesystem import CREATE, DIRECT, EXCLUSIVE, READ, WRITE, FileSystem, opened, write_all
+from shardb.filesystem import (
+    CREATE,
+    DIRECT,
+    EXCLUSIVE,
+    READ,
+    WRITE,
+    FileSystem,
+    close_quietly,
+    closing,
+    open_direct,
+    opened,
+    write_all,
+)
 from shardb.layout import Layout
 from shardb.references import Retired
 
@@ -187,25 +198,17 @@ class ObjectFiles:
         direct = (
             self._open_direct(path) if self._direct and size >= DIRECT_THRESHOLD_BYTES else None
         )
-        try:
+        with nullcontext() if direct is None else closing(self.files, direct, written=True):
             yield direct
-        finally:
-            if direct is not None:
-                self.files.close(direct)
 
     def _open_direct(self, path: str) -> int | None:
-        try:
-            return self.files.open(path, WRITE | DIRECT)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise
-            self._direct = False
-            return None
+        file = open_direct(self.files, path, WRITE)
+        self._direct = file is not None
+        return file
 
     def _give_up(self, path: str, file: int, size: int, *, fresh: bool) -> None:
         """After a failed write: a full disk needs a new file's space more than the file."""
-        with suppress(OSError):
-            self.files.close(file)
+        close_quietly(self.files, file)
         with suppress(OSError):
             if fresh:
                 self.files.unlink(path)
@@ -218,21 +221,21 @@ class ObjectFiles:
             if len(self._open_files) < OPEN_FILES_LIMIT:
                 self._open_files[path] = file
                 return
-        try:
+        with closing(self.files, file, written=True):
             self.files.fdatasync(file)
-        finally:
-            self.files.close(file)
 
-    def _close(self, staged: StagedObject) -> None:
+    def _close(self, staged: StagedObject, *, needed: bool) -> None:
+        """Close a staged file; what close says counts where its bytes are needed as they are."""
         with self._lock:
             file = self._open_files.pop(staged.path, None)
         if file is not None:
-            self.files.close(file)
+            with closing(self.files, file, written=needed):
+                pass
 
-    def digest_mapped(self, image: Bytes, buffer: PooledBuffer) -> StagedObject:
-        """The staged object that a filled mapping already is."""
+    def digest_mapped(self, image: Bytes, buffer: PooledBuffer, known: str | None) -> StagedObject:
+        """The staged object that a filled mapping already is; `known` is its digest."""
         assert buffer.path is not None
-        digest = xxhash.xxh3_128_hexdigest(image.data)
+        digest = known or xxhash.xxh3_128_hexdigest(image.data)
         return StagedObject(digest=digest, bytes=len(image), path=buffer.path, buffer=buffer)
 
     def staged_name(self, branch: str, content: str = "") -> str:
@@ -277,7 +280,7 @@ class ObjectFiles:
 
     def place(self, staged: StagedObject) -> None:
         """Give a synced staged file its content name, replacing a leftover of that name."""
-        self._close(staged)
+        self._close(staged, needed=True)
         self.files.rename(staged.path, self.path(staged.digest))
         if staged.buffer is not None:
             staged.buffer.path = self.path(staged.digest)
@@ -288,7 +291,7 @@ class ObjectFiles:
 
     def drop(self, staged: StagedObject) -> None:
         """Give a staged file back for reuse; a mapped one goes back with its buffer."""
-        self._close(staged)
+        self._close(staged, needed=False)
         if staged.buffer is not None:
             return
         self._to_spare(staged.path, staged.bytes)
@@ -377,7 +380,7 @@ class ObjectFiles:
 
     def leave(self, staged: StagedObject) -> None:
         """Let go of a staged file and leave it there for a later copy."""
-        self._close(staged)
+        self._close(staged, needed=False)
 
 
 def chunks_of(data: memoryview) -> Iterator[memoryview]:

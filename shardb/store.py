@@ -21,6 +21,7 @@ from shardb import opening, records, refs
 from shardb.appending import Appender
 from shardb.buffers import BufferPool, Bytes, Pool, PooledBuffer
 from shardb.cache import ImageCache
+from shardb.digesting import GrowingDigest
 from shardb.errors import (
     ConflictError,
     SnapshotExistsError,
@@ -212,11 +213,20 @@ class Store(Looking):
         self._transactions.pop(transaction.branch, None)
 
     def write_object(
-        self, name: str, image: Bytes, buffer: PooledBuffer, branch: str
+        self,
+        name: str,
+        image: Bytes,
+        buffer: PooledBuffer,
+        branch: str,
+        digest: GrowingDigest | None = None,
     ) -> StagedObject:
-        """Write a sealed image to a staged file (called in a writer thread)."""
+        """Write a sealed image to a staged file (called in a writer thread).
+
+        digest: where one was begun while a mapped image was filled.
+        """
         if buffer.path is not None:
-            return self.objects.digest_mapped(image, buffer)
+            known = None if digest is None else digest.finish()
+            return self.objects.digest_mapped(image, buffer, known)
         try:
             return self.objects.write(image, branch)
         except OSError as error:

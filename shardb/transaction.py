@@ -23,6 +23,7 @@ import numpy as np
 
 from shardb import layout
 from shardb.buffers import PooledBuffer
+from shardb.digesting import GrowingDigest
 from shardb.errors import IncompleteCommitError, NotFoundError, UsageError
 from shardb.layout import TensorSpec
 from shardb.objects import StagedObject
@@ -48,6 +49,7 @@ class Staged:
     image: StagedShard
     buffer: PooledBuffer | None
     trainable: bool
+    digest: GrowingDigest | None = None
     written: Future[StagedObject] | None = None
 
 
@@ -112,7 +114,14 @@ class Transaction:
             buffer = self._store.buffers.take(placed.size_bytes, self.branch)
         image = buffer.array(placed.size_bytes, writable=True)
         image[: len(placed.header)] = np.frombuffer(placed.header, dtype=np.uint8)
-        shard = StagedShard(name, placed, image, self._write_out, mapping=buffer.file_mapping)
+        shard = StagedShard(
+            name,
+            placed,
+            image,
+            self._write_out,
+            mapping=buffer.file_mapping,
+            fill=None if buffer.path is None else self._digest_to,
+        )
         self._staged[name] = Staged(image=shard, buffer=buffer, trainable=trainable)
         return shard
 
@@ -227,6 +236,14 @@ class Transaction:
 
     # Parts
 
+    def _digest_to(self, shard: StagedShard, size_bytes: int) -> None:
+        staged = self._staged[shard.name]
+        if staged.digest is None:
+            assert staged.buffer is not None, "a mapped image is never let go"
+            image = staged.buffer.array(shard.bytes, writable=False)
+            staged.digest = GrowingDigest(image, self._store.writer.start)
+        staged.digest.fill_to(size_bytes)
+
     def _write_out(self, shard: StagedShard) -> None:
         staged = self._staged[shard.name]
         branch = self.branch
@@ -234,8 +251,9 @@ class Transaction:
         assert buffer is not None, "an image is let go after it was sealed"
         image = buffer.array(shard.bytes, writable=False)
         shard.image = image  # what the caller asks for from here on is read-only
+        digest = staged.digest
         staged.written = self._store.writer.submit(
-            lambda: self._store.write_object(shard.name, image, buffer, branch)
+            lambda: self._store.write_object(shard.name, image, buffer, branch, digest)
         )
 
     def _wait_and_sync(self) -> dict[str, StagedObject]:

@@ -118,11 +118,22 @@ class StagedShard(TensorImage):
         seal: Callable[[StagedShard], None],
         *,
         mapping: mmap.mmap | None = None,
+        fill: Callable[[StagedShard, int], None] | None = None,
     ) -> None:
         super().__init__(name, layout, image)
         self._seal = seal
+        self._fill = fill
         self.sealed = False
         self.mapping = mapping
+
+    def filled(self, size_bytes: int) -> None:
+        """Say that the image is complete up to here, not only its header.
+
+        The caller must not change it there any more. A store in memory digests it in the background
+        while the rest is filled; others have no use for it.
+        """
+        if self._fill is not None and not self.sealed:
+            self._fill(self, size_bytes)
 
     def seal(self) -> None:
         """Say that the image is complete: from here on it is written out in the background.

@@ -60,6 +60,10 @@ class BackgroundWriter:
             self._done()
             raise
 
+    def start(self, work: Callable[[], None]) -> None:
+        """Run a part of work that is yet to be submitted: it counts as nothing that waits."""
+        self._pool.submit(work)
+
     def map(self, work: Callable[[T], None], items: Iterable[T]) -> None:
         """Run `work` on every item, in parallel; waits for all, raises the first failure."""
         futures = [self._pool.submit(work, item) for item in items]

@@ -1,0 +1,110 @@
+"""Is a digest that is taken while an image grows the digest of the whole image?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+import shardb
+from shardb import TensorSpec
+from shardb.digesting import GrowingDigest
+
+SIZE = 100_000
+SPECS = {"w": TensorSpec(dtype="F32", shape=(64, 1024))}
+
+
+def image() -> np.ndarray:
+    return np.random.default_rng(1).integers(0, 256, SIZE, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("steps", [[], [SIZE], [1, 2, 2, 5000, 70_001], range(0, SIZE, 997)])
+def test_is_it_the_digest_of_all_bytes(steps: list[int]) -> None:
+    whole, started = image(), list[Callable[[], None]]()
+    digest = GrowingDigest(whole, started.append)
+    for size in steps:
+        digest.fill_to(size)
+        if size % 2:  # some tasks come late, or never
+            started.pop(0)()
+    assert digest.finish() == xxhash.xxh3_128_hexdigest(whole.tobytes())
+    for late in started:
+        late()
+    assert digest.finish() == xxhash.xxh3_128_hexdigest(whole.tobytes())
+
+
+def test_do_tasks_of_many_threads_take_turns() -> None:
+    whole = image()
+    expected = xxhash.xxh3_128_hexdigest(whole.tobytes())
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(20):
+            digest = GrowingDigest(whole, pool.submit)
+            for size in range(0, SIZE, 5003):
+                digest.fill_to(size)
+            assert digest.finish() == expected
+
+
+def test_is_nothing_held_once_it_is_finished() -> None:
+    whole = image()
+    digest = GrowingDigest(whole, lambda work: work())
+    digest.finish()
+    assert digest._image.size == 0
+
+
+@pytest.mark.parametrize("pieces", [1, 7])
+def test_is_a_mapped_image_committed_under_its_digest(quick_path: Path, pieces: int) -> None:
+    value = np.random.default_rng(2).normal(size=(64, 1024)).astype(np.float32)
+    with shardb.open(quick_path / "run", create=True, writer_threads=2) as store:
+        for step in (1, 2):
+            with store.begin("main") as txn:
+                staged = txn.stage("params/a", SPECS)
+                start, rows = staged.bytes - value.nbytes, staged.array("w")
+                for piece in np.array_split(np.arange(64), pieces):
+                    rows[piece] = value[piece] + step
+                    staged.filled(start + int(piece[-1] + 1) * 4096)
+                del rows
+                staged.seal()
+                staged.filled(staged.bytes)  # said too late: nothing comes of it
+                commit = txn.commit(step=step)
+        digest = commit.shards["params/a"].digest
+    with shardb.open(quick_path / "run") as store, store.at(branch="main") as view:
+        assert np.array_equal(view.read("params/a").array("w"), value + 2)
+        raw = (quick_path / "run" / "objects" / f"{digest}.safetensors").read_bytes()
+        assert xxhash.xxh3_128_hexdigest(raw) == digest
+
+
+def test_control_what_is_changed_after_it_was_called_filled_is_noticed(quick_path: Path) -> None:
+    with shardb.open(quick_path / "run", create=True, writer_threads=0) as store:
+        if not store.mapped:
+            pytest.skip("needs a store in memory")
+        with store.begin("main") as txn:
+            staged = txn.stage("params/a", SPECS)
+            rows = staged.array("w")
+            rows[:] = 1
+            staged.filled(staged.bytes)
+            rows[3] = 2
+            del rows
+            txn.commit(step=1)
+    with (
+        shardb.open(quick_path / "run") as store,
+        store.at(branch="main") as view,
+        pytest.raises(shardb.errors.ObjectCorruptError),
+    ):
+        view.read("params/a")
+
+
+def test_is_a_discarded_image_let_go(quick_path: Path) -> None:
+    with shardb.open(quick_path / "run", create=True, writer_threads=2) as store:
+        with store.begin("main") as txn:
+            for _ in range(3):
+                staged = txn.stage("params/a", SPECS)
+                staged.array("w")[:] = 1
+                staged.filled(staged.bytes // 2)
+                txn.discard("params/a")
+            txn.write("params/a", {"w": np.zeros((64, 1024), np.float32)})
+            txn.commit(step=1)
+        with store.at(branch="main") as view:
+            assert not view.read("params/a").array("w").any()
