@@ -249,10 +249,36 @@ def list_if_there(files: FileSystem, path: str) -> list[str]:
 def opened(files: FileSystem, path: str, flags: int) -> Iterator[int]:
     """Open for the length of a block."""
     file = files.open(path, flags)
-    try:
+    with closing(files, file, written=flags & WRITE != 0):
         yield file
-    finally:
+
+
+def open_direct(files: FileSystem, path: str, flags: int) -> int | None:
+    """Open past the page cache; None where the file system does not have that."""
+    try:
+        return files.open(path, flags | DIRECT)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        return None
+
+
+@contextmanager
+def closing(files: FileSystem, file: int, *, written: bool) -> Iterator[None]:
+    """Close a descriptor after a block.
+
+    What close says matters only where the file was `written` and the block went well: of a file
+    that was read it says nothing about the bytes, and the error of a block must not be hidden.
+    """
+    try:
+        yield
+    except BaseException:
+        close_quietly(files, file)
+        raise
+    if written:
         files.close(file)
+    else:
+        close_quietly(files, file)
 
 
 def close_quietly(files: FileSystem, file: int) -> None:

@@ -9,7 +9,6 @@ a good copy in memory says nothing about the disk; never maps an object, never w
 
 from __future__ import annotations
 
-import errno
 import mmap
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,7 @@ import xxhash
 from shardb import layout
 from shardb.buffers import PAGE_BYTES, padded
 from shardb.errors import CorruptionError, FormatError, ObjectCorruptError, ObjectMissingError
-from shardb.filesystem import DIRECT, READ, FileSystem
+from shardb.filesystem import READ, FileSystem, closing, open_direct
 from shardb.objects import OBJECT_SUFFIX
 from shardb.pack_reading import check_unpacked, packed_content, packed_path
 from shardb.records import ShardEntry
@@ -204,16 +203,11 @@ def _report(done: set[Future[Checked]], on_checked: Callable[[Checked], None]) -
 @contextmanager
 def _opened_direct(files: FileSystem, path: str) -> Iterator[int]:
     """Open for reading past the page cache, or through it where that cannot be."""
-    try:
-        file = files.open(path, READ | DIRECT)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise
+    file = open_direct(files, path, READ)
+    if file is None:
         file = files.open(path, READ)
-    try:
+    with closing(files, file, written=False):
         yield file
-    finally:
-        files.close(file)
 
 
 def _digest_and_header(files: FileSystem, file: int, size_bytes: int) -> tuple[str, bytes]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from shardb import frames, records
 from shardb.errors import ConflictError, LogDamagedError
-from shardb.filesystem import READ, FileSystem
+from shardb.filesystem import READ, FileSystem, close_quietly
 from shardb.frames import Frame
 from shardb.log import Log
 from shardb.records import Record
@@ -97,7 +97,7 @@ def quiet_log(files: FileSystem, root: str) -> Iterator[None]:
             time.sleep(LOCK_POLL_SECONDS)
         yield
     finally:
-        files.close(lock)
+        close_quietly(files, lock)
 
 
 def read_segment(log: Log, sequence: int) -> bytes:

@@ -66,7 +66,7 @@ class Leases:
             inode = self._inode(path)
             self._describe(file)
         except BaseException:
-            self._files.close(file)
+            close_quietly(self._files, file)
             raise
         lease = Lease(commit=commit, path=path, file=file, inode=inode)
         self._held[path] = lease

@@ -24,6 +24,7 @@ from shardb.filesystem import (
     WRITE,
     FileSystem,
     close_quietly,
+    closing,
     list_if_there,
     opened,
     write_all,
@@ -111,7 +112,7 @@ class Locks:
                 )
             self._describe(file)
         except BaseException:
-            self._files.close(file)
+            close_quietly(self._files, file)
             raise
         self._branches[branch] = file
 
@@ -136,10 +137,8 @@ class Locks:
         if not self._files.exists(path):
             return False
         file = self._files.open(path, WRITE)
-        try:
+        with closing(self._files, file, written=False):
             return not self._files.lock(file, exclusive=False, blocking=False)
-        finally:
-            self._files.close(file)
 
     def writers(self) -> list[dict[str, Any]]:
         """Branches that somebody writes to now, with the owners, for people."""

@@ -10,14 +10,14 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Collection, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Protocol
 
 import xxhash
 
 from shardb.buffers import BufferPool
 from shardb.errors import ObjectCorruptError
-from shardb.filesystem import DIRECT, READ, FileSystem
+from shardb.filesystem import READ, FileSystem, closing, open_direct
 from shardb.objects import DIRECT_THRESHOLD_BYTES, chunks_of
 from shardb.records import ShardEntry
 from shardb.storage_errors import storage_errors
@@ -115,9 +115,11 @@ def read_chunks(
             f"{path}: {actual_bytes} bytes, but {size_bytes} were committed; run `shardb fsck`",
             path=path,
         )
-    file = _open_direct(files, path, size_bytes)
-    buffer = buffers.take(min(size_bytes, CHUNK_BYTES), "")
-    try:
+    with ExitStack() as stack:
+        file = _open_direct(files, path, size_bytes)
+        stack.enter_context(closing(files, file, written=False))
+        buffer = buffers.take(min(size_bytes, CHUNK_BYTES), "")
+        stack.callback(buffer.release, buffers)
         view = buffer.array(buffer.size_bytes, writable=True).data[:CHUNK_BYTES]
         for offset in range(0, size_bytes, CHUNK_BYTES):
             wanted_bytes = min(CHUNK_BYTES, size_bytes - offset)
@@ -128,9 +130,6 @@ def read_chunks(
                     raise OSError(errno.EIO, os.strerror(errno.EIO), path)
                 filled_bytes += count
             yield view[:wanted_bytes]
-    finally:
-        files.close(file)
-        buffer.release(buffers)
 
 
 def file_digest(files: FileSystem, path: str, size_bytes: int, buffers: BufferPool) -> str:
@@ -142,10 +141,6 @@ def file_digest(files: FileSystem, path: str, size_bytes: int, buffers: BufferPo
 
 
 def _open_direct(files: FileSystem, path: str, size_bytes: int) -> int:
-    if size_bytes >= DIRECT_THRESHOLD_BYTES:
-        try:
-            return files.open(path, READ | DIRECT)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise
-    return files.open(path, READ)
+    wanted = size_bytes >= DIRECT_THRESHOLD_BYTES
+    file = open_direct(files, path, READ) if wanted else None
+    return files.open(path, READ) if file is None else file

@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
 from shardb.errors import ShardbError, StorageFailedError
 from shardb.testing.bases import Base
@@ -31,13 +36,15 @@ Steps = Callable[[Scene], object]
 class Outcome:
     """What came of one faulted run: the error that ended it, and what the disk may hold.
 
-    `stray` is an error that is not the store's own: there must be none.
+    `stray` is an error that is not the store's own, `unheard` are those that nobody could catch,
+    out of a finalizer or a thread: there must be none.
     """
 
     fault: Fault
     files: RecordingFileSystem
     error: ShardbError | None
     stray: Exception | None
+    unheard: tuple[BaseException, ...]
     refused_afterwards: bool
     expectation: Expectation
     store: str
@@ -67,38 +74,56 @@ def run_faulted(base: Base, scratch: str, fault: Fault, steps: Steps) -> Outcome
     refused = False
     scene: Scene | None = None
     store = os.path.join(files.root, STORE)
-    try:
-        scene = Scene(files, store, journal, create=False)
-        steps(scene)
-    except ShardbError as caught:
-        error = caught
-        if caught.definite:
-            journal.refuse()
-        refused = scene is None or _refuses(scene)
-    except Exception as caught:  # noqa: BLE001 - whatever else it is, it is wrong
-        stray = caught
-    if scene is not None:
-        scene.close()
+    with _overheard() as unheard:
+        try:
+            scene = Scene(files, store, journal, create=False)
+            steps(scene)
+        except ShardbError as caught:
+            error = caught
+            if caught.definite:
+                journal.refuse()
+            refused = scene is None or _refuses(scene)
+        except Exception as caught:  # noqa: BLE001 - whatever else it is, it is wrong
+            stray = caught
+        if scene is not None:
+            scene.close()
     files.shut_down()
     return Outcome(
         fault=fault,
         files=files,
         error=error,
         stray=stray,
+        unheard=tuple(unheard),
         refused_afterwards=refused,
         expectation=journal.at(len(files.operations)),
         store=store,
     )
 
 
+@contextmanager
+def _overheard() -> Iterator[list[BaseException]]:
+    """Errors that end in a finalizer or a thread, where they would only be printed."""
+    heard: list[BaseException] = []
+
+    def hear(told: Any) -> None:
+        heard.append(told.exc_value)
+
+    with (
+        mock.patch.object(sys, "unraisablehook", hear),
+        mock.patch.object(threading, "excepthook", hear),
+    ):
+        yield heard
+
+
 def wrong_after(outcome: Outcome) -> list[str]:
     """What is wrong with the error of a run, and with the store that it left."""
     stray = outcome.stray
     wrong = [] if stray is None else [f"not the store's own error: {_place(stray)}"]
+    wrong += [f"nobody could catch it: {_place(error)}" for error in outcome.unheard]
     return wrong + check(outcome.store, outcome.expectation, replay=outcome.fault.nth)
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
     """An error and the innermost lines of the store where it came from."""
     frames = traceback.extract_tb(error.__traceback__)
     named = [

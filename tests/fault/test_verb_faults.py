@@ -9,7 +9,9 @@ from __future__ import annotations
 import errno
 import random
 import shutil
+import threading
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 
@@ -19,7 +21,7 @@ from shardb.testing import verbs
 from shardb.testing.bases import Base
 from shardb.testing.faulting import run_faulted, wrong_after
 from shardb.testing.operations import Fault
-from shardb.testing.verbs import VERBS, beside
+from shardb.testing.verbs import VERBS, Scene, beside
 from tools.crash_faults import ERRORS, OPERATIONS, SYNCS, TRANSFERS, faults
 
 DRAWN = 2
@@ -69,6 +71,43 @@ def test_does_a_verb_survive_a_call_that_fails(verb: str, scene_base: Base, scra
                 assert fault.error in (errno.ENOSPC, errno.EDQUOT), fault
     assert len(errors) > 10, "faults of most calls are told"
     assert all(str(error) for error in errors)
+
+
+@pytest.mark.parametrize("verb", sorted(VERBS))
+def test_does_a_verb_end_well_or_say_why_when_no_file_can_be_closed(
+    verb: str, scene_base: Base, scratch: str
+) -> None:
+    """Out of a generator's finalizer nobody hears an error: there must be none."""
+    fault = Fault(operation="close", nth=1, error=errno.EINTR, persistent=True)
+    error = failing(verb, scene_base, scratch, fault)
+    assert error is None or "Interrupted system call" in str(error)
+
+
+def test_would_an_error_that_nobody_can_catch_be_noticed(scene_base: Base, scratch: str) -> None:
+    """The control arm: one out of a finalizer, and one out of a thread."""
+
+    def chunks() -> Iterator[bytes]:
+        try:
+            yield b"one"
+        finally:
+            raise InterruptedError(errno.EINTR, "closing")
+
+    def fail() -> None:
+        raise InterruptedError(errno.EINTR, "copying")
+
+    def careless(scene: Scene) -> None:
+        next(chunks())
+        thread = threading.Thread(target=fail)
+        thread.start()
+        thread.join()
+        scene.commit_next()
+
+    outcome = run_faulted(
+        scene_base, scratch, Fault(operation="open", nth=NEVER, error=errno.EIO), careless
+    )
+    wrong = wrong_after(outcome)
+    shutil.rmtree(outcome.files.root)
+    assert [reason.partition(":")[0] for reason in wrong] == ["nobody could catch it"] * 2
 
 
 def test_do_the_loops_have_every_operation_and_error() -> None:
