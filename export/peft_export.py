@@ -105,7 +105,7 @@ def adapter_config(lora: LoraSettings, source: SourcePackage, names: list[str]) 
         "base_model_name_or_path": str(source.config.get("_name_or_path") or ""),
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": lora.dropout,
         "target_modules": sorted(targets),
         "bias": "none",
         "fan_in_fan_out": False,

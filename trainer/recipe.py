@@ -144,6 +144,7 @@ class Recipe:
             alpha=self.lora_alpha,
             targets=self.lora_targets,
             base_quant=self.base_quant,
+            dropout=self.lora_dropout,
         )
 
     @property
@@ -311,11 +312,6 @@ def _check_scales(recipe: Recipe) -> None:
 
 
 def _check_adapters(recipe: Recipe) -> None:
-    if recipe.lora_dropout != 0:
-        raise InputError(
-            f"--lora-dropout is {recipe.lora_dropout}: set it to 0: a stage is computed twice in a"
-            " step and both must agree"
-        )
     if recipe.lora is not None and recipe.master_weight_dtype != "fp32":
         raise InputError("--master-weight-dtype: adapters are kept in fp32: leave it out")
     if recipe.lora is None and recipe.base_quant != "none":

@@ -101,7 +101,7 @@ _FIXED = _flags(
     ("lora_rank", int, "Train adapters of this rank beside an imported, frozen base; 0: none."),
     ("lora_alpha", float, "Adapters count alpha / rank times. Default: 16."),
     ("lora_targets", str, "Modules with adapters, or all-linear. Default: q_proj,v_proj."),
-    ("lora_dropout", float, "Must be 0: recomputed activations have to be the same twice."),
+    ("lora_dropout", float, "Part of an adapter's input that is dropped in training. Default: 0."),
     ("base_quant", str, "Form of the frozen base: none (as imported) or nf4. Default: none."),
 )
 _TRAINING = _flags(

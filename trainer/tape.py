@@ -9,7 +9,7 @@ shard can be released in between.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from trainer.device import Device
 from trainer.gradients import GradientSum
 from trainer.model.compiled import CompiledBlocks
+from trainer.model.micro_batch import MicroBatch
 from trainer.model.stages import Block, Stage
 from trainer.placement import Boundary, BoundaryMaker
 from trainer.timing import StepClock
@@ -25,19 +26,34 @@ from trainer.timing import StepClock
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compute:
-    """Where and in which dtype stages run, and where what is between them waits."""
+    """Where and in which dtype stages run, and where what is between them waits.
+
+    batches: what stages have to know of each micro-batch; empty where there is nothing.
+    """
 
     device: Device
     dtype: torch.dtype
     clock: StepClock
     new_boundary: BoundaryMaker = list
     blocks: CompiledBlocks | None = None
+    batches: Sequence[MicroBatch] = ()
 
-    def run(self, stage: Stage, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """Compute one stage and give its output in the compute dtype."""
+    def run(
+        self, stage: Stage, params: Mapping[str, Tensor], x: Tensor, index: int | None = None
+    ) -> Tensor:
+        """Compute one stage for micro-batch `index` and give its output in the compute dtype."""
+        if self.batches:
+            assert index is not None, "there is something to know of each micro-batch"
+            return stage.forward_of(self.batches[index], params, x).to(self.dtype)
         if self.blocks is not None and isinstance(stage, Block):
             return self.blocks.run(stage, params, x).to(self.dtype)
         return stage.forward(params, x).to(self.dtype)
+
+    def knowing(self, drop_keys: Sequence[str | None]) -> Compute:
+        """Give the same for a step's micro-batches, one key of dropout each."""
+        if not any(drop_keys):
+            return self
+        return replace(self, batches=[MicroBatch(drop_key=key) for key in drop_keys])
 
 
 class Tape(Protocol):
@@ -74,8 +90,8 @@ class ReplayTape:
         self._inputs = inputs
         self.outputs = compute.new_boundary()
         with torch.no_grad():
-            for x in inputs:
-                self.outputs.append(compute.run(stage, params, x))
+            for index, x in enumerate(inputs):
+                self.outputs.append(compute.run(stage, params, x, index))
 
     def backward(
         self, params: Mapping[str, Tensor], gradients: Boundary, total: GradientSum
@@ -83,15 +99,15 @@ class ReplayTape:
         leaves = _leaves(params)
         self.outputs.clear()
         for index in range(len(self._inputs)):
-            gradients[index] = self._again(self._inputs[index], leaves, gradients[index], total)
+            gradients[index] = self._again(index, leaves, gradients[index], total)
 
     def _again(
-        self, x: Tensor, leaves: dict[str, Tensor], gradient: Tensor, total: GradientSum
+        self, index: int, leaves: dict[str, Tensor], gradient: Tensor, total: GradientSum
     ) -> Tensor:
         """Compute one micro-batch again and go back through it; nothing of it is left after."""
-        leaf = _input_leaf(x)
+        leaf = _input_leaf(self._inputs[index])
         with torch.enable_grad():
-            output = self._compute.run(self._stage, leaves, leaf)
+            output = self._compute.run(self._stage, leaves, leaf, index)
         return _backward(output, leaves, leaf, gradient, total)
 
 
@@ -116,7 +132,9 @@ class KeptTape:
         self._spans = [(p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in params.items()]
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         with torch.enable_grad(), hooks:
-            self._results = [compute.run(stage, self._leaves, x) for x in self._inputs]
+            self._results = [
+                compute.run(stage, self._leaves, x, i) for i, x in enumerate(self._inputs)
+            ]
         self.outputs: Boundary = [result.detach() for result in self._results]
         for leaf in self._leaves.values():
             # The graph holds its leaves: let them keep their shape and drop the memory.

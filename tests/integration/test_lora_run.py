@@ -54,6 +54,7 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     """Give a package and a store with four steps beside it."""
     package, store = imported_store(tmp_path_factory.mktemp("run"), "phi3")
     more = ("--lora-targets", "qkv_proj,gate_up_proj", "--snapshot-every", "2")
+    more += ("--lora-dropout", "0.1")
     assert train_here(flags(store, data, *more, "--max-steps", "4")) == 0
     return package, store
 
@@ -78,8 +79,9 @@ def test_a_step_stages_the_adapters_and_their_state_alone(trained: tuple[Path, P
 def test_a_killed_run_goes_on_bit_for_bit(data: Path, tmp_path: Path) -> None:
     _, whole = imported_store(tmp_path / "whole", "llama")
     _, killed = imported_store(tmp_path / "killed", "llama")
-    assert train_here(flags(whole, data, "--max-steps", "5")) == 0
-    with TrainProcess(flags(killed, data)) as process:
+    dropping = ("--lora-dropout", "0.2")  # its masks have to come again too
+    assert train_here(flags(whole, data, *dropping, "--max-steps", "5")) == 0
+    with TrainProcess(flags(killed, data, *dropping)) as process:
         process.wait_for_step(2)
         process.send(signal.SIGKILL)
         process.finish()
@@ -123,7 +125,7 @@ def test_poisoned_buffers_change_nothing(data: Path, tmp_path: Path) -> None:
     ("more", "words"),
     [
         ({"lora_targets": "q_proj"}, "no module of this model is called q_proj.*qkv_proj"),
-        ({"lora_dropout": 0.1}, "--lora-dropout is 0.1"),
+        ({"lora_dropout": 1.0}, "--lora-dropout is 1.0"),
         ({"master_weight_dtype": "bf16"}, "adapters are kept in fp32"),
         ({"fit": True, "lora_targets": "qkv_proj"}, "--fit"),
         ({"lora_rank": 0, "base_quant": "nf4"}, "--base-quant nf4"),
@@ -189,7 +191,7 @@ def test_an_export_is_the_adapters_or_the_base_with_them(
         for letter in "AB"
     }
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"]) == (4, 8)
+    assert (config["r"], config["lora_alpha"], config["lora_dropout"]) == (4, 8, 0.1)
     assert config["target_modules"] == ["gate_up_proj", "qkv_proj"]
     assert export(store, tmp_path / "merged", merge=True, dtype="fp32") == 0
     with torch.no_grad():

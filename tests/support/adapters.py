@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -87,7 +87,10 @@ def plant_adapters(store: Path, engine: AdapterEngine, seed: int = 11, *, step: 
 
 
 def adapter_gradients(
-    store: Path, engine: AdapterEngine, rows: Iterable[np.ndarray]
+    store: Path,
+    engine: AdapterEngine,
+    rows: Iterable[np.ndarray],
+    drop_keys: Sequence[str | None] = (),
 ) -> tuple[float, Named]:
     """Give the loss and every gradient of the adapters, by stage and name."""
     model, clock = engine.adapted, StepClock()
@@ -97,7 +100,8 @@ def adapter_gradients(
         open_window(model, view, model.gradient_order(), clock) as window,
     ):
         views = read_adapters(model, view)
-        taking = AdapterPass(model, window, model.step.compute(clock), views)
+        compute = model.step.compute(clock)
+        taking = AdapterPass(model, window, compute, views, drop_keys=drop_keys)
         batches = [Tokens.from_rows(each, engine.config, engine.device) for each in rows]
         found = {
             f"{ready.stage.name}:{name}": gradient.clone()

@@ -19,6 +19,7 @@ from trainer.lora.slots import Lease, StaleSlotError
 from trainer.lora.targets import adapter_parameters, linear_modules
 from trainer.model.adapter_settings import LoraSettings
 from trainer.model.adapters import Adapter
+from trainer.model.micro_batch import MicroBatch
 from trainer.model.stages import Parameter, Stage
 
 
@@ -67,6 +68,9 @@ class AdaptedStage(Stage):
         return adapter_parameters(self.inner, self.lora)
 
     def forward(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return self.forward_of(MicroBatch(), params, x)
+
+    def forward_of(self, batch: MicroBatch, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
         weights = self.binding.weights()
         if self.is_table:
             rows = next(iter(weights.values()))
@@ -75,9 +79,9 @@ class AdaptedStage(Stage):
             weights, products = self._unpacking(weights, x)
         else:
             products = []
-        linears = AdaptedLinears(self._adapters(weights, params), products)
+        linears = AdaptedLinears(self._adapters(batch, weights, params), products)
         with linears:
-            output = self.inner.forward(weights, x)
+            output = self.inner.forward_of(batch, weights, x)
         assert linears.unused == 0, f"{self.name}: an adapter was passed by"
         return output
 
@@ -103,7 +107,7 @@ class AdaptedStage(Stage):
         return weights, [(weights[name], product) for name, product in multiplied.items()]
 
     def _adapters(
-        self, weights: Mapping[str, Tensor], params: Mapping[str, Tensor]
+        self, batch: MicroBatch, weights: Mapping[str, Tensor], params: Mapping[str, Tensor]
     ) -> list[tuple[Tensor, Adapter]]:
         ends = ".lora_A.weight"
         modules = [name.removesuffix(ends) for name in params if name.endswith(ends)]
@@ -115,6 +119,8 @@ class AdaptedStage(Stage):
                     b_OR=params[f"{module}.lora_B.weight"],
                     scale=self.lora.scale,
                     rounds_first=self.is_packed,
+                    dropout=self.lora.dropout,
+                    drop_seed=batch.drop_seed(self.name, module),
                 ),
             )
             for module in modules

@@ -21,6 +21,7 @@ from trainer.gradient_pass import GradientPass
 from trainer.gradients import GradientSum, taken
 from trainer.lora.model import AdaptedModel
 from trainer.lora.visits import Adapters, brought, open_window, read_adapters, visit
+from trainer.model.micro_batch import drop_keys
 from trainer.residency import ShardWindow
 from trainer.step import ShardTransaction, StepOrder, StepResult, write_update
 from trainer.tape import Compute, ReplayTape, Tape
@@ -41,7 +42,9 @@ class AdapterPass(GradientPass):
         views: Mapping[str, ShardView],
         *,
         loss_scale: float = 1.0,
+        drop_keys: Sequence[str | None] = (),
     ) -> None:
+        compute = compute.knowing(drop_keys)
         super().__init__(model.step, window, compute, loss_scale=loss_scale)
         self._adapted = model
         self._views = views
@@ -119,6 +122,7 @@ class AdapterStep:
                 model.step.compute(self._clock),
                 views,
                 loss_scale=self._order.loss_scale,
+                drop_keys=self._drop_keys(len(batches)),
             )
             ready = {each.stage.name: each for each in gradients.run(batches)}
             norms = {name: float(total_norm([gradients.norms[name]])) for name in ready}
@@ -138,6 +142,11 @@ class AdapterStep:
             shard_norms={stage.name: norms[stage.name] for stage in model.owners},
             timings=dict(self._clock.seconds),
         )
+
+    def _drop_keys(self, count: int) -> list[str | None]:
+        """A step that is made again, by a replay or after a kill, drops the same."""
+        rate, seed = self._model.trunk[0].lora.dropout, self._model.step.options.seed
+        return drop_keys(rate, seed=seed, step=self._order.step, count=count)
 
     def _scales(self, gradients: AdapterPass, names: Sequence[str]) -> dict[str, float]:
         mode = self._model.step.options.grad_clip_mode

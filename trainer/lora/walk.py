@@ -27,6 +27,7 @@ from trainer.lora.stages import AdaptedStage, adapted
 from trainer.lora.targets import linear_modules
 from trainer.model import layers
 from trainer.model.adapter_settings import LoraSettings
+from trainer.model.micro_batch import drop_keys
 from trainer.model.stages import build_head, build_trunk
 from trainer.step_walk import kind_of
 from trainer.tape import Compute, ReplayTape, Tape
@@ -107,7 +108,9 @@ class _AdapterWalk:
         self._head = head
         self._is_host = is_host
         self._dtype = shape.options.torch_dtype
-        self._compute = Compute(device=Device(META), dtype=self._dtype, clock=StepClock())
+        keys = drop_keys(trunk[0].lora.dropout, seed=0, step=1, count=shape.accumulation)
+        compute = Compute(device=Device(META), dtype=self._dtype, clock=StepClock())
+        self._compute = compute.knowing(keys)
         self.slot_bytes = slot_bytes(trunk, self._dtype)
         self._slots: list[Tensor] = []
 

@@ -18,7 +18,8 @@ QUANTS = ("none", "nf4")
 class LoraSettings:
     """Adapters of one rank beside every weight whose module has one of the names in `targets`.
 
-    What an adapter adds to a module's output is alpha / rank times B(A x).
+    What an adapter adds to a module's output is alpha / rank times B(A x); while it is trained,
+    elements of x are dropped with probability `dropout`.
 
     Raises:
         InputError: a value is outside its range; the message names the flag.
@@ -28,12 +29,15 @@ class LoraSettings:
     alpha: float
     targets: tuple[str, ...]
     base_quant: str = "none"
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise InputError(f"--lora-rank is {self.rank}: give 1 or more")
         if not (math.isfinite(self.alpha) and self.alpha > 0):
             raise InputError(f"--lora-alpha is {self.alpha}: give more than 0")
+        if not 0 <= self.dropout < 1:
+            raise InputError(f"--lora-dropout is {self.dropout}: give at least 0 and less than 1")
         if not self.targets or not all(self.targets):
             raise InputError("--lora-targets is empty: give names such as q_proj,v_proj")
 

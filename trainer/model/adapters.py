@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shardb import ReadView, ShardView, torch_adaptor
 from trainer.model.adapter_settings import LoraSettings
+from trainer.model.dropout import dropped
 from trainer.model.stored import RECIPE_SHARD, read_bytes
 
 PREFIX = "adapters/"
@@ -29,16 +30,22 @@ class Adapter:
     """One module's adapter: A [r, in], B [out, r], and the factor of their product.
 
     rounds_first: what is added is cast before the sum, as `peft` does beside a packed base.
+    dropout, drop_seed: how much of x is dropped, and by which mask; None drops nothing.
     """
 
     a_RI: Tensor
     b_OR: Tensor
     scale: float
     rounds_first: bool = False
+    dropout: float = 0.0
+    drop_seed: int | None = None
 
     def added_to(self, output: Tensor, x: Tensor) -> Tensor:
         """Add scale * B(A x) to a base's output, and keep its dtype."""
-        low = F.linear(F.linear(x.to(self.a_RI.dtype), self.a_RI), self.b_OR)
+        x = x.to(self.a_RI.dtype)
+        if self.drop_seed is not None:
+            x = dropped(x, self.dropout, self.drop_seed)
+        low = F.linear(F.linear(x, self.a_RI), self.b_OR)
         added = low * self.scale
         return (output + (added.to(output.dtype) if self.rounds_first else added)).to(output.dtype)
 
@@ -60,6 +67,7 @@ def settings_in(recipe: bytes) -> LoraSettings | None:
         alpha=values["lora_alpha"],
         targets=tuple(values["lora_targets"]),
         base_quant=values["base_quant"],
+        dropout=values["lora_dropout"],
     )
 
 

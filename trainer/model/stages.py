@@ -22,6 +22,7 @@ from torch import Tensor
 from shardb import TensorSpec
 from trainer.model import layers
 from trainer.model.config import ModelConfig
+from trainer.model.micro_batch import MicroBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +58,10 @@ class Stage(ABC):
     @abstractmethod
     def forward(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Compute the output from the parameters and the previous stage's output."""
+
+    def forward_of(self, batch: MicroBatch, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """Compute `forward` for a micro-batch of which there is something to know."""
+        return self.forward(params, x)
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
