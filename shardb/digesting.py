@@ -29,8 +29,11 @@ class GrowingDigest:
         self._done_bytes = 0
 
     def fill_to(self, size_bytes: int) -> None:
-        """Say that the image is complete up to here, and will not be changed there."""
-        assert self._filled_bytes <= size_bytes <= self._size_bytes
+        """Say that the image is complete up to here, and will not be changed there.
+
+        What is known already, said late by another thread, changes nothing.
+        """
+        assert 0 <= size_bytes <= self._size_bytes
         if size_bytes > self._filled_bytes:
             self._filled_bytes = size_bytes
             self._start(self._go_on)

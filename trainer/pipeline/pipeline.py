@@ -28,6 +28,10 @@ from trainer.pipeline.slots import Ring
 from trainer.pipeline.staging import HostImages
 from trainer.step_model import StepModel
 
+# Steps that compile and record take more than the others. So the budget is filled with care first,
+# and again when nothing but plain steps was measured.
+FORGETTING_STEPS, FILLING_STEPS = (1, 4), (3, 6)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineSettings:
@@ -109,6 +113,34 @@ class Pipeline:
         stages: list[Stage] = [*self.model.trunk, self.model.head]
         return max(self.shapes[s.name].count for s in stages if not s.keeps_master_dtype)
 
+    def weights_of(self, stage: Stage, buffer: Tensor) -> dict[str, Tensor]:
+        """Give a stage's parameters, which lie in `buffer`, as it computes with them.
+
+        Every stage that needs another type has them in the same place: the one before is gone.
+        """
+        shape = self.shapes[stage.name]
+        if stage.keeps_master_dtype:
+            return shape.image_views(buffer)
+        if shape.is_aligned:
+            count = shape.params.count
+            self.weights[:count].copy_(buffer[:count])
+            return shape.views(self.weights)
+        cast = shape.views(self.weights)
+        for name, tensor in shape.image_views(buffer).items():
+            cast[name].copy_(tensor)
+        return cast
+
+    def count_step(self) -> None:
+        """Count a step that was made; after the first, which compiles, passes may be recorded."""
+        self.steps_done += 1
+        if self.steps_done == 1:
+            self.passes.may_record = self.settings.records_passes
+        if self.settings.vram_budget_bytes is not None:
+            if self.steps_done in FORGETTING_STEPS:
+                self.model.device.forget_peak()
+            elif self.steps_done in FILLING_STEPS:
+                self.fill_budget()
+
     def new_measures(self, max_norm: float) -> Measures:
         """Give what a step measures into."""
         return Measures(max_norm, self.told)
@@ -130,6 +162,7 @@ class Pipeline:
         """Take back the slots of a step that was begun, and of nothing else."""
         self.model.device.wait()
         self.params.reset()
+        self.gradients.reset()
         self.boundaries.reset()
 
     def fill_budget(self) -> None:

@@ -1,8 +1,8 @@
 """Sealing staged shards when their copies have arrived, behind the back of the step.
 
-Owns one thread a lane that copies out. A sealed image is digested by the store's writers at once,
-so that a commit waits for the digests of the last shards alone. Knows nothing of what is copied.
-The first error of a seal is raised by `drain`.
+Owns one thread a lane that copies out. The store's writers digest an image while it arrives, so
+that a commit waits for the digests of what came last alone. Knows nothing of what is copied. The
+first error of a seal is raised by `drain`.
 """
 
 from __future__ import annotations
@@ -36,6 +36,15 @@ class Sealer:
         else:
             self._pending.append(executor.submit(self._seal, arrived, shards))
 
+    def fill(self, lane: Lane, sizes: Sequence[tuple[StagedShard, int]]) -> None:
+        """Tell shards up to where they are complete, once what a lane was asked for is done."""
+        arrived = self._lanes.mark(lane, for_host=True)
+        executor = self._executors.get(lane)
+        if executor is None:
+            self._fill(arrived, sizes)
+        else:
+            self._pending.append(executor.submit(self._fill, arrived, sizes))
+
     def drain(self) -> None:
         """Return when everything is sealed."""
         while self._pending:
@@ -57,3 +66,8 @@ class Sealer:
         self._lanes.arrive(arrived)
         for shard in shards:
             shard.seal()
+
+    def _fill(self, arrived: Mark | None, sizes: Sequence[tuple[StagedShard, int]]) -> None:
+        self._lanes.arrive(arrived)
+        for shard, size_bytes in sizes:
+            shard.filled(size_bytes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -78,12 +78,18 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """What is updated together: its pieces, and the runs in which parameters and state move."""
+    """What is updated together: its pieces, and the runs in which parameters and state move.
+
+    params_filled, state_filled: so many elements of each image are complete, from its start on,
+        when this tile and all before it are written.
+    """
 
     pieces: tuple[Piece, ...]
     params_runs: tuple[Run, ...]
     state_runs: tuple[Run, ...]
     state_count: int
+    params_filled: int = 0
+    state_filled: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,7 +174,18 @@ def _tiles(
             parts.append((name, start, count))
             room -= count
     tiles.append(_tile(parts, images, places, state_names))
-    return tiles
+    return _with_filled(tiles, images)
+
+
+def _with_filled(tiles: Sequence[Tile], images: tuple[ImageShape, ImageShape]) -> list[Tile]:
+    """Note in each tile where the first element lies that a later one writes."""
+    params, state = images[0].count, images[1].count
+    found: list[Tile] = []
+    for tile in reversed(tiles):
+        found.append(replace(tile, params_filled=params, state_filled=state))
+        params = min(params, *(run.start for run in tile.params_runs))
+        state = min(state, *(run.start for run in tile.state_runs))
+    return found[::-1]
 
 
 def _tile(

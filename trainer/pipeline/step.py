@@ -4,9 +4,9 @@ Owns the order: forward, head, replay, updates, and what clipping does to that o
 and lanes, a transaction, and stages. Computes what `trainer.step.TrainStep` computes, bit for bit;
 where it cannot, `conclude` says so and leaves nothing staged.
 
-`begin` is the forward pass. It needs no transaction: it may run from what the step before staged,
-while that step is still digested and committed. `go_back` and `conclude` do the rest inside a
-transaction; between the two, the next step may begin.
+`begin` is the forward pass and the head. It needs no transaction: it may run from what the step
+before staged, while that step is still digested and committed. `go_back` and `conclude` do the rest
+inside a transaction; between the two, the next step may begin.
 
 Clipping by the model's norm is exact without a second pass over the data. When the step before was
 not clipped, updates are made as gradients come, as if this one were not either; every gradient
@@ -20,13 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from trainer.clipping import total_norm
 from trainer.device_lanes import Lane
 from trainer.gradients import PlacedSum
-from trainer.model.stages import Stage
 from trainer.pipeline.feeding import BaseImages, Brought, Parameters, StagedImage, StateTiles
 from trainer.pipeline.gradients import GradientBank
 from trainer.pipeline.graphs import HeadWork
@@ -34,9 +34,21 @@ from trainer.pipeline.measuring import Told
 from trainer.pipeline.pipeline import Pipeline
 from trainer.pipeline.slots import Slot
 from trainer.pipeline.updating import TileTensors, Updates
+from trainer.pipeline.writing import new_writes
 from trainer.step import ShardTransaction, StepOrder, StepResult
 from trainer.timing import StepClock
 from trainer.tokens import Tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _HeadDone:
+    """What the head gave: gradients of its parameters, summed in a slot, and of its inputs."""
+
+    brought: Brought
+    slot: Slot
+    total: PlacedSum
+    loss_sum: Tensor
+    gradients: list[Tensor]
 
 
 class PipelineStep:
@@ -86,14 +98,19 @@ class PipelineStep:
         return self._clock.seconds
 
     def begin(self) -> None:
-        """Do the forward pass; ask for it, rather: the device may be at it when this returns."""
+        """Do the forward pass and the head.
+
+        They are asked for, rather: the device may be at it when this returns.
+        """
         if self._residents:  # as the step before leaves them
             self._lanes.wait(Lane.COMPUTE, self._lanes.mark(Lane.UPDATE))
         self._bring_residents()
         trunk = [stage.name for stage in self._model.trunk]
         self._params = self._feed([*trunk, self._model.head.name, *reversed(trunk)])
         with self._clock.measure("forward_kernel_seconds"):
-            self._hidden = self._forward()
+            hidden = self._forward()
+        with self._clock.measure("head_kernel_seconds"):
+            self._head_done = self._head(hidden)
 
     @property
     def may_be_final(self) -> bool:
@@ -101,7 +118,7 @@ class PipelineStep:
         return self._updates_at_once
 
     def go_back(self, txn: ShardTransaction, order: StepOrder) -> None:
-        """Do the head and the replay, with the updates that need not wait; the base is settled."""
+        """Do the replay, with the updates that need not wait; the base is settled."""
         assert order.step == self.step
         self._order = order
         max_norm = self._model.options.max_grad_norm * order.grad_norm_scale
@@ -110,10 +127,8 @@ class PipelineStep:
         self._pipeline.step_number.fill_(float(order.step))
         self._lanes.wait(Lane.UPDATE, self._lanes.mark(Lane.COMPUTE))
         self._updates = self._open_updates(txn)
-        with self._clock.measure("head_kernel_seconds"):
-            gradients = self._head()
         with self._clock.measure("backward_kernel_seconds"):
-            self._replay(gradients)
+            self._replay()
         clips_model = self._mode == "global"
         self._measures.send(self._names, self._lanes, clips_model=clips_model)
 
@@ -131,12 +146,12 @@ class PipelineStep:
             return None
         with self._clock.measure("optimizer_math_seconds"):
             self._clip(txn, told, again)
-        self._count()
+        self._pipeline.count_step()
         return self._result(told)
 
     def staged(self) -> Mapping[str, StagedImage]:
         """Give where this step put every shard: the next one may begin from there."""
-        return self._updates.staged
+        return self._updates.writes.staged
 
     def close(self) -> None:
         """Let go of the base, so that a commit can use its images again."""
@@ -165,7 +180,7 @@ class PipelineStep:
         self._known_scale = self._measures.scales["model"]
         self._updates_at_once = True
         self.begin()
-        self._replay(self._head())
+        self._replay()
 
     # The passes
 
@@ -196,62 +211,77 @@ class PipelineStep:
             base=self._base,
             images=pipeline.images,
             tiles=StateTiles(self._lanes, self._base, pipeline.tiles, self._residents, order),
-            sealer=pipeline.sealer,
+            writes=new_writes(
+                self._lanes,
+                pipeline.sealer,
+                order,
+                self._residents,
+                pipeline.settings.sizes.tile_elements,
+            ),
             txn=txn,
             shapes=pipeline.shapes,
             residents=self._residents,
             apply=self._apply,
             step=self.step,
-            urgent=frozenset(self._names[:1]),
         )
 
     def _forward(self) -> list[Tensor]:
         """Pass every micro-batch through every stage; give the last stage's outputs."""
-        passes, hidden = self._pipeline.passes, [batch.ids for batch in self._batches]
+        pipeline, hidden = self._pipeline, [batch.ids for batch in self._batches]
         last = len(self._model.trunk) - 1
         for index, stage in enumerate(self._model.trunk):
             brought = self._params.next(stage.name)
             with self._lanes.on(Lane.COMPUTE, f"forward {stage.name}"):
-                weights = self._weights(stage, brought)
+                weights = pipeline.weights_of(stage, brought.buffer)
                 for batch, x in enumerate(hidden):
-                    hidden[batch] = passes.forward(self._compute, stage, weights, x)
+                    hidden[batch] = pipeline.passes.forward(self._compute, stage, weights, x)
                     if index < last:
-                        self._pipeline.boundaries.keep(index, batch, hidden[batch])
+                        pipeline.boundaries.keep(index, batch, hidden[batch])
             self._params.give_back(brought, Lane.COMPUTE)
         return hidden
 
-    def _head(self) -> list[Tensor]:
-        """Take the loss and its gradients; update the head, unless it shares its weight."""
+    def _head(self, hidden: list[Tensor]) -> _HeadDone:
+        """Take the loss and its gradients; `hidden` is used up."""
         model, head, batches = self._model, self._model.head, self._batches
         replayed = range(len(model.trunk) - 1, 0, -1)
         self._pipeline.boundaries.begin_replay(
             [(index - 1, batch) for index in replayed for batch in range(len(batches))]
         )
-        self._updates.tiles.fetch()
         brought = self._params.next(head.name)
         slot, total = self._open_sum(head.name)
         with self._lanes.on(Lane.COMPUTE, f"head {head.name}"):
-            self._measures.loss_sum, gradients = self._pipeline.passes.head(
+            loss_sum, gradients = self._pipeline.passes.head(
                 HeadWork(
                     stage=head,
                     valid_tokens=sum(batch.valid_count for batch in batches),
                     chunk_tokens=model.options.lm_head_chunk_tokens,
                 ),
-                self._weights(head, brought),
-                self._hidden,
+                self._pipeline.weights_of(head, brought.buffer),
+                hidden,
                 [batch.labels for batch in batches],
                 total,
             )
-        if model.tied:
-            self._tied_sum = (slot, total)
-            self._params.give_back(brought, Lane.COMPUTE)
-        else:
-            self._finish(head.name, brought, slot, total)
-        return gradients
+        return _HeadDone(
+            brought=brought, slot=slot, total=total, loss_sum=loss_sum, gradients=gradients
+        )
 
-    def _replay(self, gradients: list[Tensor]) -> None:
+    def _finish_head(self) -> list[Tensor]:
+        """Update the head, unless it shares its weight; give the gradients of what went into it."""
+        done = self._head_done
+        del self._head_done
+        self._measures.loss_sum = done.loss_sum
+        if self._model.tied:
+            self._tied_sum = (done.slot, done.total)
+            self._params.give_back(done.brought, Lane.COMPUTE)
+        else:
+            self._finish(self._model.head.name, done.brought, done.slot, done.total)
+        return done.gradients
+
+    def _replay(self) -> None:
         """Compute each stage again from what went into it, and go back through it."""
-        boundaries, passes = self._pipeline.boundaries, self._pipeline.passes
+        pipeline, boundaries = self._pipeline, self._pipeline.boundaries
+        self._updates.tiles.fetch()
+        gradients = self._finish_head()
         for index in range(len(self._model.trunk) - 1, -1, -1):
             stage = self._model.trunk[index]
             brought = self._params.next(stage.name)
@@ -259,33 +289,19 @@ class PipelineStep:
                 self._tied_sum if self._tied_sum and index == 0 else self._open_sum(stage.name)
             )
             with self._lanes.on(Lane.COMPUTE, f"backward {stage.name}"):
-                weights = self._weights(stage, brought)
+                weights = pipeline.weights_of(stage, brought.buffer)
                 for batch, tokens in enumerate(self._batches):
                     x = tokens.ids if index == 0 else boundaries.take(index - 1, batch)
-                    gradients[batch] = passes.backward(
+                    gradients[batch] = pipeline.passes.backward(
                         self._compute, stage, weights, x, gradients[batch], total
                     )
                     if index > 0:
                         boundaries.done()
                     del x
             self._finish(stage.name, brought, slot, total)
+        self._updates.writes.flush()
 
     # Parts of the passes
-
-    def _weights(self, stage: Stage, brought: Brought) -> dict[str, Tensor]:
-        """Give a stage's parameters as it computes with them."""
-        shape = self._pipeline.shapes[stage.name]
-        if stage.keeps_master_dtype:
-            return shape.image_views(brought.buffer)
-        weights = self._pipeline.weights
-        if shape.is_aligned:
-            count = shape.params.count
-            weights[:count].copy_(brought.buffer[:count])
-            return shape.views(weights)
-        cast = shape.views(weights)
-        for name, tensor in shape.image_views(brought.buffer).items():
-            cast[name].copy_(tensor)
-        return cast
 
     def _open_sum(self, name: str) -> tuple[Slot, PlacedSum]:
         slot = self._pipeline.gradients.take(Lane.COMPUTE)
@@ -330,16 +346,17 @@ class PipelineStep:
             self._updates.update(brought, slot.buffer, None)
             self._params.give_back(brought, Lane.OUT)
             pipeline.gradients.give_back(slot, Lane.UPDATE)
+        self._updates.writes.flush()
 
     def _drop(self, txn: ShardTransaction) -> None:
         """Drop what was staged and should not have been."""
         self._pipeline.sealer.drain()
         for lane in (Lane.OUT, Lane.OUT_LATER):
             self._lanes.arrive(self._lanes.mark(lane, for_host=True))
-        for shard in self._updates.staged:
+        for shard in self._updates.writes.staged:
             txn.discard(shard)
         for name, resident in self._residents.items():
-            if f"params/{name}" in self._updates.staged:
+            if f"params/{name}" in self._updates.writes.staged:
                 resident.step = None
 
     def _apply(self, tile: TileTensors) -> None:
@@ -353,18 +370,6 @@ class PipelineStep:
         )
 
     # The end
-
-    def _count(self) -> None:
-        """Count the step; after the first, which compiles, passes may be recorded."""
-        pipeline = self._pipeline
-        pipeline.steps_done += 1
-        if pipeline.steps_done == 1:
-            pipeline.passes.may_record = pipeline.settings.records_passes
-        if pipeline.settings.vram_budget_bytes is not None:
-            if pipeline.steps_done in FORGETTING_STEPS:
-                self._model.device.forget_peak()
-            elif pipeline.steps_done in FILLING_STEPS:
-                pipeline.fill_budget()
 
     def _result(self, told: Told) -> StepResult:
         pipeline = self._pipeline
@@ -381,8 +386,3 @@ class PipelineStep:
             shard_norms=told.shard_norms,
             timings=dict(self._clock.seconds),
         )
-
-
-# Steps that compile and record take more than the others. So the budget is filled with care first,
-# and again when nothing but plain steps was measured.
-FORGETTING_STEPS, FILLING_STEPS = (1, 4), (3, 6)

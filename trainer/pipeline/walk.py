@@ -301,6 +301,9 @@ class _Image:
     def __array_interface__(self) -> dict[str, tuple[int, bool]]:
         return {"data": (self.address, False)}
 
+    def filled(self, size_bytes: int) -> None:
+        """It has no bytes."""
+
     def seal(self) -> None:
         """It has no bytes."""
 
