@@ -28,6 +28,7 @@ import shutil
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Iterable
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -121,20 +122,33 @@ def examine(arguments: argparse.Namespace, places: Places, progress: Progress) -
     with ProcessPoolExecutor(
         arguments.jobs, mp_context=context, initializer=leave_signals_to_parent
     ) as pool:
-        found, broken = _train_cells(pool, cells, places, arguments.device.split(","), progress)
+        names = arguments.device.split(",")
+        found, broken = _train_cells(pool, cells, places, names, progress)
     by_cell = {each.cell: each for each in found}
     count = min(arguments.kills, KILLS_IN_SAMPLE) if arguments.sample else arguments.kills
     victims = [by_cell[c] for c in _victims(cells, arguments.seed, count) if c in by_cell]
-    devices = itertools.cycle(arguments.device.split(","))
     with ThreadPoolExecutor(arguments.jobs) as threads:
         kills = [
             threads.submit(
-                run_kill, context, each.cell, places, next(devices), arguments.seed, each.shards
+                run_kill,
+                context,
+                each.cell,
+                places,
+                _device_of(each.cell, names),
+                arguments.seed,
+                each.shards,
             )
             for each in victims
         ]
         others = [
-            threads.submit(run_kill_control, context, each.cell, places, next(devices), each.shards)
+            threads.submit(
+                run_kill_control,
+                context,
+                each.cell,
+                places,
+                _device_of(each.cell, names),
+                each.shards,
+            )
             for each in victims[:KILLS_IN_SAMPLE]
         ]
         killed = _gathered("killed and gone on", [*kills, *others], progress)
@@ -164,7 +178,7 @@ def _train_cells(
         if cell.reference in traces
     ]
     wanted += [
-        pool.submit(run_cell, cell, places, next(devices), traces[cell.reference])
+        pool.submit(run_cell, cell, places, _device_of(cell, names), traces[cell.reference])
         for cell in cells
         if cell.reference in traces
     ]
@@ -173,6 +187,11 @@ def _train_cells(
         [each for each in done if isinstance(each, CellFinding)],
         [each for each in done if isinstance(each, ControlFinding)],
     )
+
+
+def _device_of(cell: Cell, names: list[str]) -> str:
+    """Give a cell's device: always the same one, for it is in the recipe that is compared."""
+    return names[zlib.crc32(repr(cell).encode()) % len(names)]
 
 
 def _gathered(what: str, futures: Iterable[Future[Any]], progress: Progress) -> list[Any]:

@@ -248,4 +248,6 @@ def _open_cuda(name: str, index: int) -> torch.device:
     torch.use_deterministic_algorithms(True)
     # It also fills all memory that is not written yet, to find what reads it: a tenth of a step.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    # What asks for no device, a recording's stream or a host page to lock, must get this one.
+    torch.cuda.set_device(index)
     return torch.device("cuda", index)

@@ -9,6 +9,7 @@ is done when the call returns, so marks say nothing there.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ class Lane(StrEnum):
     UPDATE = "update"
     OUT = "out"
     OUT_LATER = "out, when there is room"
+    TOLD = "told"
 
 
 class Mark(Protocol):
@@ -225,9 +227,15 @@ class CudaLanes:
         before = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         graph = torch.cuda.CUDAGraph()
-        # Graphs share one pool: they never run at once, so each may use what the other does.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = work()
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        with warnings.catch_warnings():
+            # PyTorch only warns of a recording of nothing, which would leave old results in place.
+            warnings.filterwarnings("error", message="The CUDA Graph is empty")
+            # Graphs share one pool: they never run at once, so each may use what the other does.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+            ):
+                result = work()
         self._pool = graph.pool()
         taken = torch.cuda.max_memory_allocated(self._device) - before
         lasting = torch.cuda.memory_allocated(self._device) - before

@@ -34,6 +34,14 @@ DEVICES = [
             pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
         ],
     ),
+    # Not the device that CUDA takes where none is named.
+    pytest.param(
+        "cuda:1",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+        ],
+    ),
 ]
 # Tiles smaller than a matrix, so that one is cut.
 SMALL = PipelineSizes(tile_elements=512)
