@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from trainer.host_walk import predicted_host_phases
 from trainer.pipeline.choosing import pipeline_way
-from trainer.pipeline.walk import predicted_pipeline_phases, resident_stage_bytes
+from trainer.pipeline.walk import predicted_pipeline_phases, predicted_spending
 from trainer.recipe import Settings
 from trainer.vram import StepShape, predicted_phases
 
@@ -47,15 +47,17 @@ def device_need(shape: StepShape, settings: Settings) -> DeviceNeed:
         return DeviceNeed(phases=phases, most_bytes=max(phases.values()))
     phases = predicted_pipeline_phases(shape, way, is_host=False)
     needed, budget = max(phases.values()), way.vram_budget_bytes
-    stages = resident_stage_bytes(shape, way)
     if budget is None:
-        return DeviceNeed(phases=phases, stages=len(stages), most_bytes=needed)
-    kept, spare = 0, budget - way.sizes.margin_bytes - needed
-    for size in stages:
-        if size <= spare:
-            kept, spare = kept + 1, spare - size
-    most = max(needed, min(needed + sum(stages), budget - way.sizes.margin_bytes))
-    return DeviceNeed(phases=phases, stages=len(stages), kept=kept, most_bytes=most)
+        count = len(predicted_spending(shape, way, 0)[0])
+        return DeviceNeed(phases=phases, stages=count, most_bytes=needed)
+    within = budget - way.sizes.margin_bytes
+    stages, spent, everything = predicted_spending(shape, way, max(0, within - needed))
+    return DeviceNeed(
+        phases=phases,
+        stages=len(stages),
+        kept=len(spent.stages),
+        most_bytes=max(needed, min(needed + everything, within)),
+    )
 
 
 def step_bytes(shape: StepShape, settings: Settings) -> int:

@@ -6,10 +6,13 @@ nothing of activations, which the computation allocates beside this.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer.pipeline.shapes import ITEM_BYTES, StageShape
+
+# Stages below this share of the largest are kept before all others.
+SMALL_SHARE = 0.01
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,6 +22,8 @@ class PipelineSizes:
     params_slots: whole stages' fp32 parameters; gradient_slots: whole stages' fp32 gradients (one
     more where the head shares its weight); tile_slots: the state of `tile_elements` parameters;
     boundary_slots: one micro-batch's hidden states, where activations wait on the host;
+    more_gradient_slots, more_tile_slots: how many there are where a budget has room for them but
+        not for every stage: then updates need not wait for copies out, nor the replay for updates;
     margin_bytes: left free when a budget is filled.
     """
 
@@ -27,7 +32,63 @@ class PipelineSizes:
     tile_slots: int = 3
     tile_elements: int = 8 << 20
     boundary_slots: int = 3
+    more_gradient_slots: int = 3
+    more_tile_slots: int = 6
     margin_bytes: int = 16 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spending:
+    """What spare memory is spent on: more slots, and stages that stay on the device."""
+
+    more_slots: bool
+    stages: tuple[str, ...]
+
+
+def growth_bytes(shapes: Sequence[StageShape], sizes: PipelineSizes) -> int:
+    """Give what the slots take that there are more of where a budget has room for them."""
+    largest = max(shape.count for shape in shapes)
+    tile = max(t.state_count for shape in shapes for t in shape.tiles)
+    gradients = max(0, sizes.more_gradient_slots - sizes.gradient_slots)
+    tiles = max(0, sizes.more_tile_slots - sizes.tile_slots)
+    return ITEM_BYTES * (gradients * largest + tiles * tile)
+
+
+def spending(shapes: Mapping[str, StageShape], sizes: PipelineSizes, spare_bytes: int) -> Spending:
+    """Say what so much spare memory is best spent on.
+
+    Slots come first, unless every stage can stay. Of the stages the small ones come first, then the
+    first two: a replay ends and the next forward pass begins with them, and while their copies out
+    are still under way that pass needs nothing that has to come in. The others lie as far from one
+    another as can be, so that the link catches up while each of them is computed.
+    """
+    needed = {name: resident_bytes(shape) for name, shape in shapes.items()}
+    if sum(needed.values()) <= spare_bytes:
+        return Spending(more_slots=False, stages=tuple(shapes))
+    growth = growth_bytes([*shapes.values()], sizes)
+    more_slots = growth <= spare_bytes
+    left = spare_bytes - growth if more_slots else spare_bytes
+    stages = []
+    for name in _in_keeping_order([*shapes], needed):
+        if needed[name] <= left:
+            stages.append(name)
+            left -= needed[name]
+    return Spending(more_slots=more_slots, stages=tuple(stages))
+
+
+def _in_keeping_order(names: Sequence[str], needed: Mapping[str, int]) -> list[str]:
+    small = SMALL_SHARE * max(needed.values())
+    first = [name for name in names if needed[name] < small]
+    large = [name for name in names if needed[name] >= small]
+    others = large[2:-1]
+    bits = len(others).bit_length()
+    places = sorted(range(len(others)), key=lambda n: f"{n + 1:0{bits}b}"[::-1])
+    return [*first, *large[:2], *(others[n] for n in places), *large[2:][-1:]]
+
+
+def resident_bytes(shape: StageShape) -> int:
+    """Give what a stage takes on the device while it stays there."""
+    return ITEM_BYTES * (shape.params.count + shape.state.count)
 
 
 def lasting_bytes(

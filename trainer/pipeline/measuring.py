@@ -57,7 +57,9 @@ class Measures:
     def send(self, names: Sequence[str], lanes: Lanes, *, clips_model: bool) -> None:
         """Ask for the one copy to the host of everything that was measured.
 
-        names: of the stages, in the order in which norms are summed.
+        It has a lane of its own: copies out take their turns, and what computes must not wait until
+        all that were asked for before are done. names: of the stages, in the order in which norms
+        are summed.
         """
         norms = [self.norms[name] for name in names]
         norm = total_norm(norms)
@@ -72,9 +74,12 @@ class Measures:
             torch.stack([total_norm([each]) for each in norms]).double(),
         ]
         self._sent = torch.cat(parts)
+        lanes.wait(Lane.TOLD, lanes.mark(Lane.COMPUTE))
         if self._host is not None:
-            self._host[: len(self._sent)].copy_(self._sent, non_blocking=True)
-        self._mark = lanes.mark(Lane.COMPUTE, for_host=True)
+            with lanes.on(Lane.TOLD, "norms"):
+                self._host[: len(self._sent)].copy_(self._sent, non_blocking=True)
+            lanes.hold(self._sent, Lane.TOLD)
+        self._mark = lanes.mark(Lane.TOLD, for_host=True)
 
     def read(self, names: Sequence[str], lanes: Lanes) -> Told:
         """Wait for that copy and read it."""

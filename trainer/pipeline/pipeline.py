@@ -17,11 +17,11 @@ from trainer.model.stages import Stage
 from trainer.optimizers.adamw import STATE_NAMES, AdamW
 from trainer.options import EngineOptions
 from trainer.pipeline.boundaries import Boundaries, new_boundaries
-from trainer.pipeline.footprint import PipelineSizes
+from trainer.pipeline.footprint import PipelineSizes, growth_bytes, resident_bytes, spending
 from trainer.pipeline.gradients import GradientBank
 from trainer.pipeline.graphs import Passes
 from trainer.pipeline.measuring import Measures
-from trainer.pipeline.residents import Resident, new_resident, resident_bytes
+from trainer.pipeline.residents import Resident, new_resident
 from trainer.pipeline.sealing import Sealer
 from trainer.pipeline.shapes import StageShape, stage_shape
 from trainer.pipeline.slots import Ring
@@ -166,19 +166,26 @@ class Pipeline:
         self.boundaries.reset()
 
     def fill_budget(self) -> None:
-        """After a measured step: let as many stages stay on the device as the budget has room for.
+        """After a measured step: spend what the budget has room for, see `footprint.spending`.
 
-        The first ones come first: a replay ends and the next forward pass begins with them, and
-        while their copies out are still under way that pass needs nothing that has to come in.
+        The first time, some of it is left for slots, which are worth more than what they replace;
+        they come when nothing but plain steps was measured.
         """
-        budget = self.settings.vram_budget_bytes
+        budget, sizes = self.settings.vram_budget_bytes, self.settings.sizes
         if budget is None:
             return
-        spare = budget - self.model.device.peak_bytes() - self.settings.sizes.margin_bytes
-        for stage in self.model.owners():
-            needed = resident_bytes(self.shapes[stage.name])
-            if stage.name not in self.residents and needed <= spare:
-                self.keep_resident([stage.name])
+        spare = budget - self.model.device.peak_bytes() - sizes.margin_bytes
+        kept = sum(resident_bytes(self.shapes[name]) for name in self.residents)
+        chosen = spending(self.shapes, sizes, spare + kept)
+        if chosen.more_slots:
+            spare -= growth_bytes([*self.shapes.values()], sizes)
+            if self.steps_done == FILLING_STEPS[-1] and spare >= 0:
+                self.gradients.grow(sizes.more_gradient_slots + (1 if self.model.tied else 0))
+                self.tiles.grow(sizes.more_tile_slots)
+        for name in chosen.stages:
+            needed = resident_bytes(self.shapes[name])
+            if name not in self.residents and needed <= spare:
+                self.keep_resident([name])
                 spare -= needed
 
     def keep_resident(self, names: Sequence[str]) -> None:

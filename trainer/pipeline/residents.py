@@ -47,8 +47,3 @@ def new_resident(shape: StageShape, device: torch.device) -> Resident:
         params=torch.empty(shape.params.count, device=device),
         state=torch.empty(shape.state.count, device=device),
     )
-
-
-def resident_bytes(shape: StageShape) -> int:
-    """Give what a stage takes on the device while it stays there."""
-    return 4 * (shape.params.count + shape.state.count)

@@ -160,20 +160,28 @@ def _tiles(
     state_names: Sequence[str],
     tile_elements: int,
 ) -> list[Tile]:
-    """Cut tensors, in the order in which the object has them, into tiles."""
+    """Cut tensors, in the order in which the object has them, into tiles as full as can be.
+
+    Pieces end on ALIGNED elements, or with their tensor.
+    """
     tiles: list[Tile] = []
     parts: list[tuple[str, int, int]] = []
     room = tile_elements
     for name in sorted(images[0].offsets, key=lambda n: images[0].offsets[n]):
-        total = params[name].bytes // ITEM_BYTES
-        for start in range(0, total, tile_elements):
-            count = min(tile_elements, total - start)
-            if count > room and parts:
+        total, start = params[name].bytes // ITEM_BYTES, 0
+        while start < total:
+            count = min(room, total - start)
+            if start + count < total:
+                count -= count % ALIGNED
+            if not count:  # no room
+                assert parts, "a tile is smaller than a line"
                 tiles.append(_tile(parts, images, places, state_names))
                 parts, room = [], tile_elements
+                continue
             parts.append((name, start, count))
-            room -= count
-    tiles.append(_tile(parts, images, places, state_names))
+            start, room = start + count, room - count
+    if parts:
+        tiles.append(_tile(parts, images, places, state_names))
     return _with_filled(tiles, images)
 
 

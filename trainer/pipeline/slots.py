@@ -8,6 +8,7 @@ it too late, or before it was filled, shows in the result.
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -40,14 +41,25 @@ class Ring:
     ) -> None:
         self._lanes = lanes
         self._poison = poison
-        self.slots = [
-            Slot(torch.empty(count, dtype=dtype, device=device), f"{name} {index}")
-            for index in range(slots)
-        ]
-        self._free = deque(self.slots)
+        self._name = name
+        self._new_buffer = partial(torch.empty, count, dtype=dtype, device=device)
+        self.slots: list[Slot] = []
+        self._free: deque[Slot] = deque()
+        self.grow(slots)
 
     def __len__(self) -> int:
         return len(self.slots)
+
+    def grow(self, slots: int) -> None:
+        """Have at least so many slots."""
+        while len(self.slots) < slots:
+            self.slots.append(Slot(self._new_buffer(), f"{self._name} {len(self.slots)}"))
+            self._free.append(self.slots[-1])
+
+    @property
+    def slot_bytes(self) -> int:
+        """Give what one more slot takes."""
+        return self.slots[0].buffer.nbytes
 
     @property
     def has_room(self) -> bool:

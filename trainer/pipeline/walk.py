@@ -29,9 +29,9 @@ from trainer.model import layers
 from trainer.model.stages import build_head, build_trunk
 from trainer.optimizers.adamw import AdamW
 from trainer.pipeline.course import PipelineCourse, Rows
+from trainer.pipeline.footprint import Spending, growth_bytes, resident_bytes, spending
 from trainer.pipeline.measuring import Measures, Told
 from trainer.pipeline.pipeline import Pipeline, PipelineSettings, stage_shapes
-from trainer.pipeline.residents import resident_bytes
 from trainer.pipeline.shapes import ImageShape
 from trainer.pipeline.staging import HostImages
 from trainer.placement_places import ActivationPlaces
@@ -85,10 +85,16 @@ def _beside_bytes(shape: StepShape, settings: PipelineSettings) -> int:
     return RECORDED_WORKSPACE_BYTES + shape.options.torch_dtype.itemsize * largest
 
 
-def resident_stage_bytes(shape: StepShape, settings: PipelineSettings) -> list[int]:
-    """Give what each stage takes while it stays on the device, in the order of being kept."""
-    model = _model(shape, Device(META))
-    return [resident_bytes(each) for each in stage_shapes(model, settings.sizes).values()]
+def predicted_spending(
+    shape: StepShape, settings: PipelineSettings, spare_bytes: int
+) -> tuple[tuple[str, ...], Spending, int]:
+    """Name all stages, say what spare memory will be spent on, and what it could be at most."""
+    shapes = stage_shapes(_model(shape, Device(META)), settings.sizes)
+    spent = spending(shapes, settings.sizes, spare_bytes)
+    most = sum(resident_bytes(each) for each in shapes.values())
+    if len(spent.stages) < len(shapes):
+        most += growth_bytes([*shapes.values()], settings.sizes)
+    return tuple(shapes), spent, most
 
 
 @lru_cache(maxsize=1024)

@@ -19,7 +19,8 @@ from torch import Tensor
 from shardb.views import StagedShard
 from trainer.device_lanes import Lane, Lanes, Mark
 from trainer.pipeline.feeding import StagedImage
-from trainer.pipeline.residents import Resident, address_of, resident_bytes
+from trainer.pipeline.footprint import resident_bytes
+from trainer.pipeline.residents import Resident, address_of
 from trainer.pipeline.sealing import Sealer
 from trainer.pipeline.shapes import ITEM_BYTES, ImageShape, StageShape, Tile
 

@@ -17,7 +17,7 @@ from trainer.engine import EngineOptions
 from trainer.host_walk import SCALARS_BYTES
 from trainer.pipeline.footprint import PipelineSizes
 from trainer.pipeline.pipeline import PipelineSettings
-from trainer.pipeline.walk import predicted_pipeline_phases, resident_stage_bytes
+from trainer.pipeline.walk import predicted_pipeline_phases, predicted_spending
 from trainer.preflight import need_of, vram_line
 from trainer.recipe import Settings
 from trainer.step_memory import device_need, step_bytes
@@ -89,7 +89,7 @@ def test_a_gpus_prediction_has_the_recorded_passes_and_follows_the_settings() ->
 def test_a_budget_is_never_exceeded_by_the_prediction() -> None:
     on = Settings(data_dir="rows", device_pipeline="on")
     alone = step_bytes(SHAPE, on)
-    every = sum(resident_stage_bytes(SHAPE, PipelineSettings()))
+    _, _, every = predicted_spending(SHAPE, PipelineSettings(), 1 << 40)
     margin = PipelineSizes().margin_bytes
     for budget in (alone + margin + every // 2, alone + margin + 2 * every):
         need = device_need(SHAPE, replace(on, vram_budget=str(budget)))

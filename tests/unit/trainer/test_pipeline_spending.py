@@ -1,0 +1,85 @@
+"""What is spare memory spent on, and in which order is what stays there written?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.support.tiny_model import TINY
+from trainer.device import Device
+from trainer.engine import Engine, EngineOptions
+from trainer.pipeline.footprint import (
+    PipelineSizes,
+    growth_bytes,
+    resident_bytes,
+    spending,
+)
+from trainer.pipeline.pipeline import Pipeline, PipelineSettings
+from trainer.pipeline.shapes import StageShape
+from trainer.pipeline.writing import new_writes
+
+DEEP = replace(TINY, num_layers=10)
+SIZES = PipelineSizes(tile_elements=512)
+
+
+def pipeline_of(sizes: PipelineSizes = SIZES) -> Pipeline:
+    engine = Engine(DEEP, EngineOptions(), Device.from_name("cpu"))
+    engine.use_pipeline(PipelineSettings(sizes=sizes))
+    assert engine.pipeline is not None
+    return engine.pipeline
+
+
+def shapes() -> dict[str, StageShape]:
+    return dict(pipeline_of().shapes)
+
+
+def test_are_slots_left_out_where_every_stage_can_stay() -> None:
+    known = shapes()
+    everything = sum(resident_bytes(shape) for shape in known.values())
+    chosen = spending(known, SIZES, everything)
+    assert not chosen.more_slots
+    assert set(chosen.stages) == set(known)
+    assert spending(known, SIZES, everything - 1).more_slots
+
+
+def test_do_kept_stages_lie_apart_from_one_another() -> None:
+    known = shapes()
+    block = resident_bytes(known["block_000"])
+    spare = growth_bytes([*known.values()], SIZES) + resident_bytes(known["embeddings"])
+    spare += resident_bytes(known["final_norm"])
+    chosen = spending(known, SIZES, spare + 4 * block)
+    assert chosen.more_slots
+    assert set(chosen.stages) == {"final_norm", "embeddings", "block_000"} | {
+        f"block_{n:03}" for n in (2, 4, 8)
+    }
+
+
+def test_is_no_more_spent_than_there_is_and_little_left() -> None:
+    known = shapes()
+    needed = {name: resident_bytes(shape) for name, shape in known.items()}
+    everything, growth = sum(needed.values()), growth_bytes([*known.values()], SIZES)
+    for spare in range(0, 2 * everything, everything // 40):
+        chosen = spending(known, SIZES, spare)
+        left = spare - sum(needed[name] for name in chosen.stages) - chosen.more_slots * growth
+        assert left >= 0
+        assert set(chosen.stages) == set(known) or left < max(needed.values())
+
+
+@pytest.mark.parametrize(
+    ("residents", "later"),
+    [
+        ([], set()),
+        # Something that is written from a slot comes behind it.
+        (["block_004", "block_008"], {"block_004", "block_008"}),
+        (["embeddings", "block_000"], {"embeddings", "block_000"}),
+        ([*shapes()], {"embeddings", "block_000"}),
+    ],
+)
+def test_may_what_resident_stages_write_wait(residents: list[str], later: set[str]) -> None:
+    pipeline = pipeline_of()
+    pipeline.keep_resident(residents)
+    order = list(reversed(list(pipeline.shapes.items())))
+    writes = new_writes(pipeline.lanes, pipeline.sealer, order, pipeline.residents, 512)
+    assert later <= writes.later <= set(residents)
+    assert 0 < writes.held_bytes_max < sum(resident_bytes(shape) for _, shape in order) / 2
