@@ -113,7 +113,7 @@ def with_ram_disk(budget: Budget, settings: Settings, store: Path | None) -> dic
 
 def is_ram_disk(path: Path) -> bool:
     """Say whether a folder is, or would be made, on a file system in memory."""
-    return RealFileSystem().kind(str(_existing_parent(path))).startswith("memory:")
+    return RealFileSystem().kind(str(existing_parent(path))).startswith("memory:")
 
 
 def forms_of(recipe: Recipe) -> EngineOptions:
@@ -140,7 +140,7 @@ def check_space(budget: Budget, store: Path, active: Path | None = None) -> None
     """Refuse a run that does not fit; StorageFullError names the file system and both sizes."""
     if active is not None:
         _check_active_space(budget, store, active)
-    folder = _existing_parent(store)
+    folder = existing_parent(store)
     free_bytes = _free_bytes(folder)
     held_bytes = _held_bytes(store)
     needed_bytes = budget.store_bytes + budget.spill_bytes
@@ -159,10 +159,10 @@ def check_space(budget: Budget, store: Path, active: Path | None = None) -> None
 
 
 def _check_active_space(budget: Budget, store: Path, active: Path) -> None:
-    folder = _existing_parent(active)
+    folder = existing_parent(active)
     needed_bytes, room_bytes = budget.active_bytes, _free_bytes(folder) + _held_bytes(active)
     shared = ""
-    if os.stat(folder).st_dev == os.stat(_existing_parent(store)).st_dev:
+    if os.stat(folder).st_dev == os.stat(existing_parent(store)).st_dev:
         needed_bytes += budget.store_bytes
         room_bytes += _held_bytes(store)
         shared = f" and {in_bytes(budget.store_bytes)} for {store}, which is on it too"
@@ -248,7 +248,8 @@ def _memory(recipe: Recipe, settings: Settings, activations: str) -> dict[str, i
     return parts | {"gradients": waiting}
 
 
-def _existing_parent(path: Path) -> Path:
+def existing_parent(path: Path) -> Path:
+    """Give the nearest folder that is there: a path itself, or what is above it."""
     folder = path.absolute()
     while not folder.is_dir():
         folder = folder.parent
@@ -257,7 +258,7 @@ def _existing_parent(path: Path) -> Path:
 
 def room_bytes(store: Path) -> int:
     """Give the bytes that a store may hold: what it holds now, and what is free beside it."""
-    return _free_bytes(_existing_parent(store)) + _held_bytes(store)
+    return _free_bytes(existing_parent(store)) + _held_bytes(store)
 
 
 def _free_bytes(folder: Path) -> int:

@@ -73,23 +73,29 @@ def measure(dtype: torch.dtype, device: Device) -> Ceiling:
     width = HOST_WIDTH if device.is_host else DEVICE_WIDTH
     left = torch.ones(width, width, dtype=dtype, device=device.torch_device)
     product = torch.empty_like(left)
-    seconds = _shortest(lambda: torch.mm(left, left, out=product), device)
+    seconds = shortest_seconds(lambda: torch.mm(left, left, out=product), device)
     matmul = 2 * width**3 / seconds
     size = HOST_COPY_BYTES if device.is_host else DEVICE_COPY_BYTES
     source = torch.ones(size, dtype=torch.uint8, pin_memory=not device.is_host)
     target = torch.empty_like(source, device=device.torch_device)
-    copy = size / _shortest(lambda: target.copy_(source, non_blocking=True), device)
+    copy = size / shortest_seconds(lambda: target.copy_(source, non_blocking=True), device)
     return Ceiling(matmul_flops_per_second=matmul, copy_bytes_per_second=copy)
 
 
-def _shortest(work: Callable[[], object], device: Device) -> float:
-    best = float("inf")
+def shortest_seconds(
+    work: Callable[[], object], device: Device, *, limit_seconds: float = float("inf")
+) -> float:
+    """Give the least time of a few that some work took to its end; no more once the limit is up."""
+    best, all_began = float("inf"), time.perf_counter()
     for _ in range(REPEATS):
         device.wait()
         began = time.perf_counter()
         work()
         device.wait()
-        best = min(best, time.perf_counter() - began)
+        ended = time.perf_counter()
+        best = min(best, ended - began)
+        if ended - all_began > limit_seconds:
+            break
     return best
 
 

@@ -12,7 +12,7 @@ logits; at last with any micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from trainer.errors import InputError
@@ -40,8 +40,7 @@ class Fitted:
             f" --gradient-accumulation-steps {self.shape.accumulation}"
             f" --lm-head-chunk-tokens {self.shape.options.lm_head_chunk_tokens}"
             f" --activations {self.shape.options.activations} --activation-placement"
-            f" {self.shape.options.activation_placement}: {in_bytes(self.bytes)} of device memory"
-            " predicted"
+            f" {self.shape.options.activation_placement}"
         )
 
 
@@ -51,15 +50,15 @@ def fit(
     placement: str = "auto",
     *,
     predict: Callable[[StepShape], int] = predicted_bytes,
-    keeps: bool = True,
+    ways: Sequence[tuple[str, str]] | None = None,
 ) -> Fitted:
     """Give the first choice that fits; InputError with the least that is needed if none does.
 
     placement: where boundary activations have to wait, or `auto`; predict: gives what a step takes;
-    keeps: whether activations may be kept, which the device pipeline does not do.
+    ways: what is kept of the passes, and where, the preferred first; None: all that there are.
     """
     least: Fitted | None = None
-    for candidate in _candidates(shape, placement, keeps):
+    for candidate in _candidates(shape, ways or _ways(placement)):
         found = Fitted(shape=candidate, bytes=predict(candidate))
         if found.bytes <= budget_bytes:
             return found
@@ -73,7 +72,7 @@ def fit(
     )
 
 
-def _candidates(shape: StepShape, placement: str, keeps: bool) -> Iterator[StepShape]:
+def _candidates(shape: StepShape, ways: Sequence[tuple[str, str]]) -> Iterator[StepShape]:
     rows = shape.micro_batch_size * shape.accumulation
     sizes = [size for size in range(rows, 0, -1) if rows % size == 0]
     full = [size for size in sizes if size * shape.seq_len >= FULL_TOKENS]
@@ -82,7 +81,7 @@ def _candidates(shape: StepShape, placement: str, keeps: bool) -> Iterator[StepS
     chunks = [given, *(chunk for chunk in CHUNKS if chunk < given)]
     for group in (full, small):
         for chunk in chunks:
-            for activations, place in _ways(placement, keeps):
+            for activations, place in ways:
                 for size in group:
                     options = replace(
                         shape.options,
@@ -95,8 +94,7 @@ def _candidates(shape: StepShape, placement: str, keeps: bool) -> Iterator[StepS
                     )
 
 
-def _ways(placement: str, keeps: bool) -> list[tuple[str, str]]:
-    known = [way for way in WAYS if keeps or way[0] != "keep"]
+def _ways(placement: str) -> list[tuple[str, str]]:
     if placement == "auto":
-        return known
-    return [way for way in known if way[1] == placement] or [("recompute", placement)]
+        return [*WAYS]
+    return [way for way in WAYS if way[1] == placement] or [("recompute", placement)]

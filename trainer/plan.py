@@ -7,21 +7,21 @@ of screens, and writes nothing.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
 
-from trainer.budget import Budget, budget_of, step_shape
+from trainer.autotune import Tuned
+from trainer.budget import Budget, budget_of
 from trainer.device import Device
 from trainer.errors import InputError
-from trainer.fit import Fitted, fit
+from trainer.fitting import tuned_here
 from trainer.found import Found
 from trainer.inputs import Inputs, end_of_text_id, open_inputs, tokenizer_notes
 from trainer.lora.budget import adapter_budget
 from trainer.model.stored import SOURCE_SHARD
-from trainer.pipeline.choosing import pipeline_way
 from trainer.placement_choice import placed
 from trainer.prefetch import prefetch_of
 from trainer.recipe import Recipe, Settings
@@ -38,16 +38,17 @@ from trainer.recipe_build import (
 )
 from trainer.recipe_options import options_of
 from trainer.run_shards import Cursor, StoredRun
-from trainer.sizes import size_of
-from trainer.step_memory import step_bytes
-from trainer.vram import StepShape
+
+
+def _unsaid(_text: str) -> None:
+    """Nobody waits for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """A run that is checked and may begin, or go on from `found.newest`.
 
-    `cursor` is where its next step begins in the data.
+    `cursor` is where its next step begins in the data; `tuned` what `--fit` chose and forecasts.
     """
 
     store: Path
@@ -58,6 +59,7 @@ class Plan:
     budget: Budget
     cursor: Cursor
     notes: tuple[str, ...]
+    tuned: Tuned | None = None
 
     @property
     def recipe_changes(self) -> Changes:
@@ -70,8 +72,13 @@ class Plan:
         return changes(stored.recipe, self.recipe) | moved
 
 
-def make_plan(found: Found, given: Given, notes: list[str]) -> Plan:
-    """Plan what the flags ask for; InputError names the flag or file that is wrong."""
+def make_plan(
+    found: Found, given: Given, notes: list[str], *, note: Callable[[str], None] = _unsaid
+) -> Plan:
+    """Plan what the flags ask for; InputError names the flag or file that is wrong.
+
+    `note` is told of what takes some seconds.
+    """
     path = Path(given["store"])
     if found.newest is None:
         plan = _plan_new(path, found, given, notes)
@@ -80,7 +87,7 @@ def make_plan(found: Found, given: Given, notes: list[str]) -> Plan:
     if given.get("fit") and plan.recipe.lora is not None:
         raise InputError("--fit is for training whole weights: give --micro-batch-size instead")
     if given.get("fit"):
-        plan = _fitted(plan, given)
+        plan = _fitted(plan, given, note)
     _check_together(plan)
     skipped_rows = given.get("skip_batches", 0) * plan.recipe.rows_per_step
     said = [*plan.notes, *idle_notes(given, plan.recipe, plan.settings)]
@@ -186,57 +193,17 @@ def _plan_resumed(
     )
 
 
-def _fitted(plan: Plan, given: Given) -> Plan:
-    """Cut the step's rows as `--fit` chooses; a change on resume is recorded like any other."""
-    memory = Device.from_name(plan.recipe.device).memory_bytes()
-    if "vram_budget" in given:
-        budget_bytes = size_of(given["vram_budget"], "--vram-budget")
-    elif memory is not None:
-        budget_bytes = memory[0]
-    else:
-        raise InputError("--fit: the run computes on the CPU: give --vram-budget, or --device cuda")
-    budget = plan.budget
-    shape = step_shape(plan.recipe, plan.settings, budget.activations, budget.placement)
-    chosen, settings, said = _fit_either(shape, budget_bytes, plan.settings, given)
-    recipe = replace(
-        plan.recipe,
-        micro_batch_size=chosen.shape.micro_batch_size,
-        gradient_accumulation_steps=chosen.shape.accumulation,
-        lm_head_chunk_tokens=chosen.shape.options.lm_head_chunk_tokens,
-    )
-    settings = replace(
-        settings,
-        activations=chosen.shape.options.activations,
-        activation_placement=chosen.shape.options.activation_placement,
-    )
+def _fitted(plan: Plan, given: Given, note: Callable[[str], None]) -> Plan:
+    """Let `--fit` choose; a change on resume is recorded like any other."""
+    tuned = tuned_here(plan.recipe, plan.settings, plan.store, given, note)
     return replace(
         plan,
-        recipe=recipe,
-        settings=settings,
-        budget=_budget(recipe, settings, plan.store),
-        notes=(*plan.notes, chosen.text + said),
+        recipe=tuned.recipe,
+        settings=tuned.settings,
+        budget=_budget(tuned.recipe, tuned.settings, plan.store),
+        notes=(*plan.notes, *tuned.notes),
+        tuned=tuned,
     )
-
-
-def _fit_either(
-    shape: StepShape, budget_bytes: int, settings: Settings, given: Given
-) -> tuple[Fitted, Settings, str]:
-    """Fit by the way that steps will go; where nothing fits, without a place for gradients."""
-    again = replace(shape.options, activations="recompute", activation_placement="vram")
-    way = pipeline_way(settings, again, is_host=False)
-    placement = settings.activation_placement
-
-    def chosen(settings: Settings) -> Fitted:
-        predict = partial(step_bytes, settings=settings)
-        return fit(shape, budget_bytes, placement, predict=predict, keeps=way is None)
-
-    try:
-        return chosen(settings), settings, ""
-    except InputError:
-        if way is None or "gradient_placement" in given:
-            raise
-    settings = replace(settings, gradient_placement="recompute")
-    return chosen(settings), settings, ", with --gradient-placement recompute"
 
 
 def _budget(recipe: Recipe, settings: Settings, store: Path) -> Budget:

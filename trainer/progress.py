@@ -129,6 +129,11 @@ def progress_for(max_steps: int | None, *, validates: bool) -> Progress:
     return PlainProgress(sys.stdout, sys.stderr, max_steps)
 
 
+def note_before(text: str) -> None:
+    """Say something before a run's progress is shown."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def plain_line(line: Mapping[str, Any], seconds_left: float | None) -> str:
     """Give `step=12 loss=5.2134 durable=12 …`: words without spaces, in a fixed order."""
     parts = [

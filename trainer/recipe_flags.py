@@ -51,7 +51,7 @@ _COMMAND = _flags(
     Scope.COMMAND,
     ("store", str, "The run's store, made if it does not exist; holds the step log in logs/."),
     ("dry_run", bool, "Print model, parameter count, shards and budgets, and stop."),
-    ("fit", bool, "Choose micro-batch, chunk of logits and activations for a device's memory."),
+    ("fit", bool, "Measure this machine, choose how a step spends memory, forecast its speed."),
     ("trace", str, "Write the lanes of the first 20 steps made now to this file, for Perfetto."),
     ("json", bool, "With --dry-run: print the same as JSON."),
     ("allow_network", bool, "Use a network file system: only one machine may ever open the store."),

@@ -25,6 +25,7 @@ from trainer.ceiling import Ceiling, step_flops
 from trainer.data.batches import batch_at
 from trainer.engine import Engine, StepResult
 from trainer.errors import GradientOverflowError, NonFiniteError, UpdateRejectedError
+from trainer.forecast_check import ForecastCheck
 from trainer.guard import train_guarded
 from trainer.host_memory import resident_bytes
 from trainer.metering import MeteredTransaction
@@ -87,6 +88,7 @@ class Run:
     watchdog: Watchdog
     request: StopRequest
     trace: RunTrace | None = None
+    forecast: ForecastCheck | None = None
 
     def __post_init__(self) -> None:
         plan = self.plan
@@ -111,6 +113,13 @@ class Run:
             if line is not None:
                 self.logs.append(line)
                 self.progress.step(line)
+            self._say_forecast(is_end=False)
+        self._say_forecast(is_end=True)
+
+    def _say_forecast(self, *, is_end: bool) -> None:
+        said = self.forecast.said(is_end=is_end) if self.forecast is not None else None
+        if said is not None:
+            self.progress.note(said)
 
     def keep_head(self) -> float:
         """Pin and publish the newest commit as the settings ask; give the seconds waited."""
@@ -119,7 +128,8 @@ class Run:
     def step(self) -> dict[str, Any] | None:
         """Train and commit one step; give its line of the step log, None if it was skipped."""
         try:
-            return self._step()
+            line = self._step()
+            return line if self.forecast is None else line | self.forecast.after(line)
         except (GradientOverflowError, UpdateRejectedError) as reason:
             self._skip(reason)
             return None

@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,13 +24,14 @@ from trainer.ceiling import Ceiling, ceiling_of
 from trainer.device import Device
 from trainer.engine import Engine
 from trainer.errors import InputError
+from trainer.forecast_check import ForecastCheck
 from trainer.found import find_run
 from trainer.lora.engine import AdapterEngine
 from trainer.opening import Surroundings, opened_tiers
 from trainer.pipeline.choosing import pipeline_settings, pipeline_way
 from trainer.plan import Plan, finished_text, make_plan, validates
 from trainer.preflight import BudgetLine, binding, check_vram, preflight, preflight_text
-from trainer.progress import Progress, progress_for
+from trainer.progress import Progress, note_before, progress_for
 from trainer.recipe import Recipe, Settings
 from trainer.recipe_build import Given, check_given
 from trainer.recipe_options import options_of
@@ -53,7 +55,7 @@ def train(given: Given, request: StopRequest, say: Callable[[str], None]) -> int
         if finished is not None and found.ahead is None:
             say(finished)
             return 0
-    plan = make_plan(found, given, notes)
+    plan = make_plan(found, given, notes, note=note_before)
     if given.get("dry_run"):
         say(_report(plan, as_json=bool(given.get("json"))))
         return 0
@@ -148,6 +150,7 @@ def opened_run(
                 logs=logs,
                 watchdog=around.watchdog,
                 request=request,
+                forecast=ForecastCheck(plan.tuned, logs.folder) if plan.tuned else None,
             )
 
 
@@ -258,11 +261,13 @@ def _report(plan: Plan, *, as_json: bool) -> str:
     parts = (plan.recipe, plan.settings, plan.budget)
     lines = _preflight(plan, measures=True)
     if as_json:
-        told = {
+        told: dict[str, Any] = {
             "budgets": [line.to_json() for line in lines],
             "binding": binding(lines).name,
             "notes": list(plan.notes),
         }
+        if plan.tuned is not None:
+            told["fit"] = plan.tuned.to_json()
         return json.dumps(report_json(*parts) | told, indent=2)
     return "\n".join([report_text(*parts), *preflight_text(lines), *plan.notes])
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.rates import FAST
 from tests.support.tiny_model import TINY
 from tests.support.training import arguments, make_data, train_here
 from trainer import fit as fitting
@@ -86,8 +87,9 @@ def test_the_binding_budget_is_named_and_a_full_device_refused() -> None:
 
 
 def test_a_dry_run_tells_every_budget_and_what_fit_chose(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("trainer.fitting.measured_rates", lambda *_: FAST)
     data = make_data(tmp_path / "data")
     flags = arguments(tmp_path / "run", data, "--max-steps", "1000", "--dry-run")
     flags += ["--fit", "--vram-budget", "1GiB"]
@@ -101,6 +103,9 @@ def test_a_dry_run_tells_every_budget_and_what_fit_chose(
     ]
     assert told["binding"] in names
     assert any(note.startswith("--fit chose") for note in told["notes"])
+    assert any(note.startswith("--fit forecasts") for note in told["notes"])
+    assert told["fit"]["rates"]["disk_write_bytes"] == FAST.disk_write_bytes
+    assert told["fit"]["forecast"]["bound"] in told["fit"]["forecast"]["busy"]
     by_name = {each["name"]: each for each in told["budgets"]}
     written = by_name["disk writes"]
     if written["needed"]:  # a store on a RAM disk writes nothing to a drive
@@ -110,8 +115,15 @@ def test_a_dry_run_tells_every_budget_and_what_fit_chose(
     assert " binds, " in capsys.readouterr().out
 
 
-def test_fit_on_a_cpu_needs_a_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_on_a_cpu_fits_into_half_of_what_is_free(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     flags = arguments(tmp_path / "run", make_data(tmp_path / "data"), "--dry-run")
+    monkeypatch.setattr("trainer.fitting.measured_rates", lambda *_: FAST)
+    monkeypatch.setattr("trainer.fitting.machine_memory", lambda: (1 << 40, 2 << 20))
+    assert train_here([*flags, "--fit"]) == 0
+    assert "of host memory predicted" in capsys.readouterr().out
+    monkeypatch.setattr("trainer.fitting.machine_memory", lambda: (1 << 40, 1000))
     assert train_here([*flags, "--fit"]) == 2
     assert "--vram-budget" in capsys.readouterr().err
     assert train_here([*flags, "--vram-budget", "1GiB"]) == 0
