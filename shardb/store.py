@@ -236,9 +236,9 @@ class Store(Looking):
             raise failure from error
 
     def sync_objects(self, staged: list[StagedObject]) -> None:
-        """Sync all staged files; the first failure poisons the store."""
+        """Sync all staged files; the first failure poisons the store. Mapped ones need none."""
         try:
-            self.writer.map(self.objects.sync, staged)
+            self.writer.map(self.objects.sync, [each for each in staged if each.buffer is None])
         except OSError as error:
             raise self.appender.fail(self.appender.error("syncing objects", error)) from error
 
