@@ -231,7 +231,10 @@ def read_exactly(files: FileSystem, file: int, length: int, offset: int) -> byte
 def read_file(files: FileSystem, path: str, *, limit_bytes: int) -> bytes:
     """The whole content of a small file; OSError(EFBIG) when it is larger than `limit_bytes`."""
     with opened(files, path, READ) as file:
-        data = read_exactly(files, file, limit_bytes + 1, 0)
+        try:
+            data = read_exactly(files, file, limit_bytes + 1, 0)
+        except IsADirectoryError as error:  # opening a directory for reading works
+            raise IsADirectoryError(error.errno, error.strerror, path) from error
     if len(data) > limit_bytes:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path)
     return data
@@ -243,6 +246,22 @@ def list_if_there(files: FileSystem, path: str) -> list[str]:
         return files.list(path)
     except FileNotFoundError:
         return []
+
+
+def leads_nowhere(files: FileSystem, path: str) -> bool:
+    """Whether a path is a link without an end, or to what is not there.
+
+    A file that somebody makes at this moment is there when it is asked for again.
+    """
+    for _ in range(2):
+        try:
+            files.status(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ELOOP) or not files.exists(path):
+                return False
+        else:
+            return False
+    return True
 
 
 @contextmanager

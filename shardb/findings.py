@@ -43,7 +43,7 @@ KINDS: dict[str, str] = {
     "index_set_aside": "an unreadable index was moved out of the way earlier",
     "log_acknowledged": "a part of the log is lost, which a repair has acknowledged",
     "damaged_set_aside": "damaged bytes that a repair has kept, for whoever can read them",
-    "place_taken": "something else lies where the store keeps a file",
+    "place_taken": "something else lies where the store keeps a file or a directory",
     "foreign_file": "a file that the store did not make",
 }
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import xxhash
 
-from shardb.errors import FormatError, NotFoundError, UsageError
-from shardb.filesystem import FileSystem, read_file, write_file_durably
+from shardb.errors import FormatError, NotFoundError, ShardbError, UsageError
+from shardb.filesystem import FileSystem, leads_nowhere, read_file, write_file_durably
 
 MAGIC = "shardb"
 FORMAT_VERSION = 1
@@ -94,31 +94,35 @@ def read_format(files: FileSystem, root: str) -> Format:
     path = format_path(root)
     try:
         data = read_file(files, path, limit_bytes=FORMAT_LIMIT_BYTES)
-    except NotADirectoryError as error:
-        raise NotFoundError(f"{root}: this is a file, not a store", path=root) from error
-    except FileNotFoundError as error:
-        if files.exists(f"{root}/wal"):
-            raise FormatError(
-                f"{path}: missing, but there is a log beside it; put the file back from a copy, or "
-                "run `shardb repair`",
-                path=path,
-            ) from error
-        raise NotFoundError(
-            f"{root}: there is no store here; make one with `shardb init {root}`", path=root
-        ) from error
-    except IsADirectoryError as error:
-        raise FormatError(
-            f"{path}: this is a directory, not the file of a store", path=path
-        ) from error
     except OSError as error:
-        if error.errno != errno.EFBIG:
+        told = _why_unreadable(files, root, error)
+        if told is None:
             raise
-        raise FormatError(
-            f"{path}: longer than {FORMAT_LIMIT_BYTES} bytes, so it is damaged; put the file back "
-            "from a copy, or run `shardb repair`",
-            path=path,
-        ) from error
+        raise told from error
     return decode_format(data, path)
+
+
+def _why_unreadable(files: FileSystem, root: str, error: OSError) -> ShardbError | None:
+    """What an error says of FORMAT; None where it is the storage that failed."""
+    path, remedy = format_path(root), "put the file back from a copy, or run `shardb repair`"
+    if isinstance(error, NotADirectoryError):
+        return NotFoundError(f"{root}: this is a file, not a store", path=root)
+    if isinstance(error, IsADirectoryError):
+        return FormatError(f"{path}: this is a directory, not the file of a store", path=path)
+    if error.errno == errno.EFBIG:
+        long = f"longer than {FORMAT_LIMIT_BYTES} bytes, so it is damaged"
+        return FormatError(f"{path}: {long}; {remedy}", path=path)
+    if error.errno not in (errno.ENOENT, errno.ELOOP):
+        return None
+    if leads_nowhere(files, path):
+        link = "this is a link that leads nowhere; bring back what it leads to"
+        return FormatError(f"{path}: {link}, {remedy}", path=path)
+    if files.exists(f"{root}/wal"):
+        beside = "missing, but there is a log beside it"
+        return FormatError(f"{path}: {beside}; {remedy}", path=path)
+    return NotFoundError(
+        f"{root}: there is no store here; make one with `shardb init {root}`", path=root
+    )
 
 
 def create_directories(files: FileSystem, root: str) -> None:

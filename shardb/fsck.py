@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from shlex import quote
 
 from shardb import format as store_format
 from shardb import state
@@ -20,8 +21,9 @@ from shardb.fsck_audit import Progress, Reading, audit_objects
 from shardb.fsck_impact import needed_objects, object_finding, with_deltas
 from shardb.fsck_leftovers import find_leftovers
 from shardb.fsck_log import check_log
-from shardb.fsck_view import View, take_view
+from shardb.fsck_view import View, refused, take_view
 from shardb.index_state import IndexState, IndexUnreadableError, read_index
+from shardb.obstacles import find_obstacles
 from shardb.state import DictTables
 
 
@@ -62,6 +64,9 @@ class _Check:
 
     def run(self) -> Report:
         store_id = self._check_format()
+        if not self._check_places():
+            self.report.complete = False
+            return self.report
         view = take_view(self.files, self.root)
         index = self._read_index(view)
         self.applied_lsn = index.applied.lsn if index is not None else 0
@@ -129,6 +134,30 @@ class _Check:
                 next_command=command("repair", self.root),
             )
         )
+
+    # Places
+
+    def _check_places(self) -> bool:
+        """What lies in the way is told; False when it hides everything else."""
+        try:
+            obstacles = find_obstacles(self.files, self.root)
+        except OSError as error:
+            raise refused(self.files, self.root, error) from error
+        for obstacle in obstacles:
+            path = f"{self.root}/{obstacle.name}"
+            moved = f"{self.root}/moved-{obstacle.name.replace('/', '@')}-{int(time.time())}"
+            expected = obstacle.expected
+            self._add(
+                Finding(
+                    kind="place_taken",
+                    severity="error",
+                    path=path,
+                    expected=f"{expected}: put it back" if obstacle.is_needed else expected,
+                    found=obstacle.found,
+                    next_command=f"mv {quote(path)} {quote(moved)}",
+                )
+            )
+        return not any(obstacle.hides_the_store for obstacle in obstacles)
 
     # Index
 

@@ -2,11 +2,12 @@
 
 Owns the names that a store's directories may hold, and which must be there. Knows which objects
 are needed only from its caller. A leftover is no error: it takes space, and `shardb gc` removes it;
-a missing directory is made when the store is opened. What lies in the place of a lock is one.
+a missing directory is made when the store is opened.
 """
 
 from __future__ import annotations
 
+import errno
 import re
 import time
 from collections.abc import Collection, Iterator
@@ -24,7 +25,6 @@ PACK_NAME = re.compile(rf"^([0-9a-f]{{32}}){re.escape(PACK_SUFFIX)}$")
 # Staged by a writer of the branch, or held for the buffers of a writer of any branch.
 STAGED_NAME = re.compile(r"^(?:staged\.(?P<branch>.+)|held\.\d+)\.[0-9a-f]+$")
 LEASE_NAME = re.compile(r"^[0-9a-f]{32}\.[0-9a-f]+$")
-LOCK_NAME = re.compile(r"^(?:wal|index|branch-.+)$")
 INDEX_NAMES = {"data.mdb", "lock.mdb"}
 # What a repair keeps of the log and of objects, for whoever can read it.
 SET_ASIDE = "damaged_set_aside"
@@ -49,7 +49,6 @@ def find_leftovers(
     yield from _in_log(view)
     yield from _in_index(view)
     yield from _in_leases(files, view)
-    yield from _in_locks(files, view)
 
 
 def _missing_directories(view: View) -> Iterator[Finding]:
@@ -115,8 +114,10 @@ def _in_spare(files: FileSystem, view: View) -> Iterator[Finding]:
 def _misnamed(files: FileSystem, view: View, name: str, told_bytes: int) -> Iterator[Finding]:
     try:
         size_bytes = files.status(f"{view.root}/spare/{name}").size_bytes
-    except FileNotFoundError:
-        return  # somebody reuses it now
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ELOOP):
+            raise
+        return  # somebody reuses it now, or it is a link, which is told elsewhere
     if size_bytes != told_bytes:
         yield _leftover(
             view,
@@ -150,22 +151,6 @@ def _in_leases(files: FileSystem, view: View) -> Iterator[Finding]:
         path = f"{view.root}/leases/{name}"
         if files.exists(path) and not is_held(files, path):
             yield _leftover(view, "lease_of_dead_reader", f"leases/{name}")
-
-
-def _in_locks(files: FileSystem, view: View) -> Iterator[Finding]:
-    """A lock that is no file cannot be taken: the store is refused, or the branch."""
-    for name in view.names.get("locks", []):
-        path = f"{view.root}/locks/{name}"
-        if LOCK_NAME.match(name) and files.exists(path) and files.status(path).is_directory:
-            moved = f"{view.root}/moved-{name}-{int(time.time())}"
-            yield Finding(
-                kind="place_taken",
-                severity="error",
-                path=path,
-                expected="a file",
-                found="a directory",
-                next_command=f"mv {quote(path)} {quote(moved)}",
-            )
 
 
 def _partial_or_foreign(name: str) -> str:

@@ -7,6 +7,7 @@ right or wrong. Invariant: nothing is created or written.
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 
 from shardb.errors import CorruptionError
@@ -54,8 +55,13 @@ def take_view(files: FileSystem, root: str) -> View:
                 names=names,
             )
     except OSError as error:
-        where = error.filename or root
-        raise CorruptionError(f"{where}: cannot be read: {reason(error)}", path=where) from error
+        raise refused(files, root, error) from error
+
+
+def refused(files: FileSystem, root: str, error: OSError) -> CorruptionError:
+    """The error of storage that does not show what lies in a store."""
+    where = error.filename or root
+    return CorruptionError(f"{where}: cannot be read: {reason(files, error)}", path=where)
 
 
 def _list(files: FileSystem, root: str, name: str) -> list[str] | None:
@@ -77,7 +83,9 @@ def is_held(files: FileSystem, path: str) -> bool:
     try:
         with opened(files, path, READ) as file:
             return not files.lock(file, exclusive=False, blocking=False)
-    except FileNotFoundError:
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ELOOP):
+            raise
         return False
 
 

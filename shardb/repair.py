@@ -22,6 +22,7 @@ from shardb.fsck_audit import Reading, audit_objects
 from shardb.fsck_leftovers import SET_ASIDE_PREFIX
 from shardb.fsck_view import View, take_view
 from shardb.index_state import IndexState, IndexUnreadableError, read_index
+from shardb.obstacles import find_obstacles, obstacle_at
 from shardb.records import new_id
 from shardb.repair_log import LogPlan, plan_log
 from shardb.repair_log_acts import alone, check_unchanged, mend_log
@@ -58,12 +59,22 @@ def repair(
     """
     repairing = _Repairing(files or RealFileSystem(), root, source, wishes, reading)
     with storage_errors(repairing.files, root, "repairing the store"):
+        cleared = repairing.plan_places()
+        if cleared.actions:
+            if on_planned is not None:
+                on_planned(cleared)
+            if not yes:
+                return Outcome(plan=cleared, done=False)
+            repairing.clear_places()
         told = repairing.plan()
-        if on_planned is not None:
+        if on_planned is not None and (told.plan.actions or not cleared.actions):
             on_planned(told.plan)
         if not yes or not told.plan.actions:
+            told.plan.actions[:0] = cleared.actions
             return Outcome(plan=told.plan, done=yes)
-        return repairing.act(told, allow_network=allow_network)
+        outcome = repairing.act(told, allow_network=allow_network)
+        told.plan.actions[:0] = cleared.actions
+        return outcome
 
 
 @dataclass(kw_only=True)
@@ -93,6 +104,33 @@ class _Repairing:
         self.source = source
         self.wishes = wishes
         self.reading = reading
+
+    # What lies in the way, of which nothing else can be told before it is moved
+
+    def plan_places(self) -> Plan:
+        """What has to be moved aside; CorruptionError where what was there is needed."""
+        self._format_id()  # is this a store at all?
+        plan = Plan()
+        for obstacle in find_obstacles(self.files, self.root):
+            path = f"{self.root}/{obstacle.name}"
+            if obstacle.is_needed:
+                raise CorruptionError(
+                    f"{path}: {obstacle.found} lies where {obstacle.expected} of the store should "
+                    "be, so there is no telling what is lost; put back what was there (is a disk "
+                    "not mounted?). If it is gone for good, move this away and run the same "
+                    "command again",
+                    path=path,
+                )
+            plan.add("place_clear", path, f"{obstacle.found} in the store's way is moved aside")
+        return plan
+
+    def clear_places(self) -> None:
+        for obstacle in find_obstacles(self.files, self.root):
+            self.files.rename(f"{self.root}/{obstacle.name}", self._aside(obstacle.name))
+        store_format.create_directories(self.files, self.root)
+
+    def _aside(self, name: str) -> str:
+        return f"{self.root}/{SET_ASIDE_PREFIX}{name.replace('/', '@')}.{new_id()[-8:]}"
 
     # Deciding
 
@@ -188,6 +226,6 @@ class _Repairing:
 
     def _write_format(self, store_id: str) -> None:
         path = store_format.format_path(self.root)
-        if self.files.exists(path) and self.files.status(path).is_directory:
-            self.files.rename(path, f"{self.root}/{SET_ASIDE_PREFIX}FORMAT.{new_id()[-8:]}")
+        if obstacle_at(self.files, path) is not None:
+            self.files.rename(path, self._aside("FORMAT"))
         store_format.write_format(self.files, self.root, store_id)

@@ -18,6 +18,7 @@ from shardb.fsck_view import take_view
 from shardb.history import FaultKey
 from shardb.index_state import read_index
 from shardb.objects import StagedObject
+from shardb.obstacles import obstacle_at
 from shardb.pack_turn import sync_objects_directory
 from shardb.records import Commit, Record, ShardEntry, new_record
 from shardb.references import pack_row
@@ -92,7 +93,7 @@ def _put_back(store: Store, staged: StagedObject) -> None:
 
 def _place(store: Store, staged: StagedObject) -> None:
     path = store.objects.path(staged.digest)
-    if store.files.exists(path) and store.files.status(path).is_directory:
+    if obstacle_at(store.files, path) is not None:
         store.files.rename(path, _aside(store, path))
     store.objects.place(staged)
     sync_objects_directory(store)

@@ -6,11 +6,12 @@ Owns the choice between "full", which changes nothing and can be tried again, an
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from shardb.errors import ShardbError, StorageFailedError, StorageFullError
-from shardb.filesystem import FileSystem
+from shardb.filesystem import FileSystem, leads_nowhere
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 IN_THE_WAY = {
@@ -42,15 +43,29 @@ def storage_error(
             "commit is intact; free some space (`shardb gc` may help) and go on",
             path=where,
         )
-    return StorageFailedError(f"{where}: {doing} failed: {reason(error)}", path=where)
+    return StorageFailedError(f"{where}: {doing} failed: {reason(files, error)}", path=where)
 
 
-def reason(error: OSError) -> str:
+def reason(files: FileSystem, error: OSError) -> str:
     """What the operating system said; and what to do about something that is in the way."""
     there = IN_THE_WAY.get(error.errno or 0)
+    if there is None and (link := _link_nowhere(files, error)) is not None:
+        there = f"{link} is a link that leads nowhere; bring back what it leads to, or"
+        return f"{there} move it away, put back what was there, and run `shardb fsck`"
     if there is None:
         return error.strerror or str(error)
     return f"{there}; move it away, put back what was there, and run `shardb fsck`"
+
+
+def _link_nowhere(files: FileSystem, error: OSError) -> str | None:
+    """The link because of which a path, or the directory that it is in, is not found."""
+    if not isinstance(error.filename, str):
+        return None
+    with suppress(OSError):
+        for path in (error.filename, os.path.dirname(error.filename)):
+            if leads_nowhere(files, path):
+                return path
+    return None
 
 
 def _free_text(files: FileSystem, path: str) -> str:

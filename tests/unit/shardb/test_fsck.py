@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -19,6 +20,8 @@ from shardb.format import encode_format
 from shardb.fsck import check_store
 from shardb.fsck_audit import Progress
 from shardb.fsck_impact import nearest_intact_step
+from shardb.testing.operations import Fault
+from shardb.testing.recording import RecordingFileSystem
 from tests.support.small_stores import (
     SHARDS,
     commit_step,
@@ -162,11 +165,12 @@ def test_is_no_store_told_from_a_damaged_one(tmp_path: Path) -> None:
         fsck(tmp_path / "nowhere")
 
 
-def test_is_a_store_that_cannot_be_listed_refused(run: Path) -> None:
-    shutil.rmtree(run / "objects")
-    (run / "objects").write_bytes(b"a file")
-    with pytest.raises(CorruptionError, match="cannot be read"):
-        fsck(run)
+@pytest.mark.parametrize("nth", [1, 2], ids=["looking for obstacles", "taking the view"])
+def test_is_a_store_that_cannot_be_listed_refused(run: Path, nth: int) -> None:
+    fault = Fault(operation="list", nth=nth, error=errno.EIO, path_contains="/spare")
+    files = RecordingFileSystem(str(run), fault=fault)
+    with pytest.raises(CorruptionError, match="cannot be read: Input/output error"):
+        check_store(files, str(run))
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")

@@ -1,0 +1,88 @@
+"""What lies in the place of a store's files: a directory, a file, a link that leads nowhere.
+
+Owns the places that are looked at, and which of them a store can do without. Changes nothing. What
+is wrong with the content of a file is not asked here; a missing one is no obstacle. An object, and
+a log segment that is a directory, are named by the checks that read them.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardb.filesystem import FileSystem, leads_nowhere, list_if_there
+from shardb.format import DIRECTORIES
+from shardb.log import SEGMENT_PATTERN
+
+LINK = "a link that leads nowhere"
+NEEDED_DIRECTORIES = ("wal", "objects")
+# By directory, the names that the store makes in it. Segments of the log are looked for as well.
+OWN_NAMES = {
+    "wal": re.compile(r"\.partial$"),
+    "objects": re.compile(r"\.partial$"),
+    "spare": re.compile(r"^(free|staged|held)\."),
+    "index": re.compile(r"^(data|lock)\.mdb$"),
+    "leases": re.compile(r"^[0-9a-f]{32}\."),
+    "locks": re.compile(r"^(wal|index|branch-.+)$"),
+}
+# With one of these taken, nothing else of a store can be looked at.
+_IN_EVERY_WAY = (*DIRECTORIES, "locks/wal", "index/data.mdb")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Obstacle:
+    """Something else in the place `name`, below the store; `is_needed` if content belongs there."""
+
+    name: str
+    expected: str
+    found: str
+    is_needed: bool
+
+    @property
+    def hides_the_store(self) -> bool:
+        return self.name in _IN_EVERY_WAY
+
+
+def obstacle_at(files: FileSystem, path: str, *, directory: bool = False) -> str | None:
+    """What lies at a path that is no file, or no directory, in words; None when nothing does."""
+    try:
+        is_directory = files.status(path).is_directory
+    except FileNotFoundError:
+        return LINK if leads_nowhere(files, path) else None
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return LINK
+    if is_directory == directory:
+        return None
+    return "a directory" if is_directory else "a file"
+
+
+def find_obstacles(files: FileSystem, root: str) -> list[Obstacle]:
+    """Everything that lies in a place of the store, FORMAT and objects apart."""
+    return list(_find(files, root))
+
+
+def _find(files: FileSystem, root: str) -> Iterator[Obstacle]:
+    for name in DIRECTORIES:
+        found = obstacle_at(files, f"{root}/{name}", directory=True)
+        if found is not None:
+            needed = name in NEEDED_DIRECTORIES
+            yield Obstacle(name=name, expected="a directory", found=found, is_needed=needed)
+            continue
+        for entry in list_if_there(files, f"{root}/{name}"):
+            yield from _at(files, root, f"{name}/{entry}")
+    yield from _at(files, root, "reserve")
+
+
+def _at(files: FileSystem, root: str, name: str) -> Iterator[Obstacle]:
+    """What is in the place of a file, if it is a place of the store's."""
+    directory, _, entry = name.rpartition("/")
+    is_segment = directory == "wal" and SEGMENT_PATTERN.match(entry) is not None
+    if directory and not is_segment and not OWN_NAMES[directory].search(entry):
+        return
+    found = obstacle_at(files, f"{root}/{name}")
+    if found is not None and (found == LINK or not is_segment):
+        yield Obstacle(name=name, expected="a file", found=found, is_needed=is_segment)
