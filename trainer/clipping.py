@@ -15,12 +15,15 @@ from torch import Tensor
 from trainer.errors import NonFiniteError
 
 
-def tensor_norms(shard: str, gradients: Mapping[str, Tensor]) -> Tensor:
-    """Give each tensor's 2-norm, fp32 [tensors]; NonFiniteError names the first that has none."""
-    norms = torch.stack(list(torch._foreach_norm(list(gradients.values()), 2.0)))
+def tensor_norms(gradients: Mapping[str, Tensor]) -> Tensor:
+    """Give each tensor's 2-norm, fp32 [tensors], without a look at them: a device need not wait."""
+    return torch.stack(list(torch._foreach_norm(list(gradients.values()), 2.0)))
+
+
+def check_finite(shard: str, gradients: Mapping[str, Tensor], norms: Tensor) -> None:
+    """Raise NonFiniteError, which names the first tensor whose norm is not finite."""
     if not bool(torch.isfinite(norms).all()):
         raise _non_finite(shard, gradients, norms)
-    return norms
 
 
 def total_norm(norms: Sequence[Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trainer.backward import StageGradients, replay_backward
-from trainer.clipping import tensor_norms, total_norm
+from trainer.clipping import check_finite, tensor_norms, total_norm
 from trainer.errors import GradientOverflowError, NonFiniteError
 from trainer.forward import bring_in, trace_forward
 from trainer.gradients import taken
@@ -33,6 +33,7 @@ class GradientPass:
     loss_scale: the loss is multiplied by it before the backward pass, so that fp16 gradients do not
     underflow; a power of two, so that taking it out again is exact. factors: what each shard's
     gradients are multiplied by, 1 where none is given. kind: of the shards that have gradients.
+    window: None where a pass brings shards in by itself.
     """
 
     kind: ClassVar[str] = "params"
@@ -40,7 +41,7 @@ class GradientPass:
     def __init__(
         self,
         model: StepModel,
-        window: ShardWindow,
+        window: ShardWindow | None,
         compute: Compute,
         *,
         loss_scale: float = 1.0,
@@ -61,15 +62,16 @@ class GradientPass:
             NonFiniteError: the loss or a gradient is not finite.
             GradientOverflowError: a gradient is not finite, and the loss was scaled.
         """
-        model = self._model
+        model, window = self._model, self._window
+        assert window is not None
         tapes = trace_forward(
             model.trunk,
-            self._window,
+            window,
             self._compute,
             [batch.ids for batch in batches],
             keep_activations=model.options.activations == "keep",
         )
-        with self._window.take(f"params/{model.head.name}") as view:
+        with window.take(f"params/{model.head.name}") as view:
             found = self._head(bring_in(model.head, view, self._compute), tapes, batches)
             if not model.tied:
                 # Nothing here names what is handed out: who takes gradients is their only holder.
@@ -79,7 +81,7 @@ class GradientPass:
         start = found.params if model.tied else None
         yield from map(
             self._finished,
-            replay_backward(model.trunk, self._window, self._compute, tapes, found.hidden, start),
+            replay_backward(model.trunk, window, self._compute, tapes, found.hidden, start),
         )
 
     def total_norm(self) -> Tensor:
@@ -108,13 +110,24 @@ class GradientPass:
         return found
 
     def _finished(self, ready: StageGradients) -> StageGradients:
+        self._measured(ready)
+        self._check(ready)
+        return ready
+
+    def _measured(self, ready: StageGradients) -> StageGradients:
+        """Put factors on a stage's gradients and take their norms, without waiting for a device."""
         name = ready.stage.name
         for multiplier in (1.0 / self._loss_scale, self._factors.get(name, 1.0)):
             if multiplier != 1.0:
                 for gradient in ready.gradients.values():
                     gradient.mul_(multiplier)
+        self.norms[name] = tensor_norms(ready.gradients)
+        return ready
+
+    def _check(self, ready: StageGradients) -> None:
+        name = ready.stage.name
         try:
-            self.norms[name] = tensor_norms(f"{self.kind}/{name}", ready.gradients)
+            check_finite(f"{self.kind}/{name}", ready.gradients, self.norms[name])
         except NonFiniteError as error:
             if self._loss_scale > 1.0:
                 raise GradientOverflowError(
@@ -124,7 +137,6 @@ class GradientPass:
                     tensor=error.tensor,
                 ) from error
             raise
-        return ready
 
 
 def _diverged(trunk: Sequence[Stage], tapes: list[Tape], loss: float) -> NonFiniteError:

@@ -29,6 +29,8 @@ class Compute:
     """Where and in which dtype stages run, and where what is between them waits.
 
     batches: what stages have to know of each micro-batch; empty where there is nothing.
+    tracks: run a stage also forward as it runs when gradients are taken: kernels that are chosen by
+        that round differently, and a model that is trained without replays has theirs.
     """
 
     device: Device
@@ -37,6 +39,7 @@ class Compute:
     new_boundary: BoundaryMaker = list
     blocks: CompiledBlocks | None = None
     batches: Sequence[MicroBatch] = ()
+    tracks: bool = False
 
     def run(
         self, stage: Stage, params: Mapping[str, Tensor], x: Tensor, index: int | None = None
@@ -89,9 +92,15 @@ class ReplayTape:
         self._compute = compute
         self._inputs = inputs
         self.outputs = compute.new_boundary()
-        with torch.no_grad():
-            for index, x in enumerate(inputs):
-                self.outputs.append(compute.run(stage, params, x, index))
+        for index, x in enumerate(inputs):
+            self.outputs.append(self._forward(params, x, index))
+
+    def _forward(self, params: Mapping[str, Tensor], x: Tensor, index: int) -> Tensor:
+        if not self._compute.tracks:
+            with torch.no_grad():
+                return self._compute.run(self._stage, params, x, index)
+        with torch.enable_grad():
+            return self._compute.run(self._stage, _leaves(params), _input_leaf(x), index).detach()
 
     def backward(
         self, params: Mapping[str, Tensor], gradients: Boundary, total: GradientSum

@@ -19,7 +19,7 @@ from tests.support.packages import config_of, import_here, write_package
 from trainer.device import Device
 from trainer.lora.engine import AdapterEngine
 from trainer.lora.step import AdapterPass
-from trainer.lora.visits import open_window, read_adapters
+from trainer.lora.visits import open_visits, read_adapters
 from trainer.model.adapter_settings import LoraSettings
 from trainer.model.stored import read_model
 from trainer.options import EngineOptions
@@ -97,11 +97,11 @@ def adapter_gradients(
     with (
         shardb.open(store) as opened,
         opened.at() as view,
-        open_window(model, view, model.gradient_order(), clock) as window,
+        open_visits(model, view, model.gradient_order(), clock) as visits,
     ):
         views = read_adapters(model, view)
         compute = model.step.compute(clock)
-        taking = AdapterPass(model, window, compute, views, drop_keys=drop_keys)
+        taking = AdapterPass(model, visits, compute, views, drop_keys=drop_keys)
         batches = [Tokens.from_rows(each, engine.config, engine.device) for each in rows]
         found = {
             f"{ready.stage.name}:{name}": gradient.clone()

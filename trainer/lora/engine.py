@@ -18,9 +18,10 @@ from trainer.errors import InputError, NonFiniteError
 from trainer.evaluate import EvalResult
 from trainer.lora import nf4
 from trainer.lora.adoption import NewAdapters
+from trainer.lora.feeding import DeviceBase
 from trainer.lora.model import AdaptedModel
 from trainer.lora.step import AdapterPass, AdapterStep
-from trainer.lora.visits import AdaptedEvaluator, open_window, read_adapters
+from trainer.lora.visits import AdaptedEvaluator, open_visits, read_adapters
 from trainer.model.adapter_settings import LoraSettings
 from trainer.model.config import ModelConfig
 from trainer.options import EngineOptions
@@ -59,7 +60,8 @@ class AdapterEngine(Engine):
         self.lora = lora
         self._seed = seed
         self._poison = poison
-        self.adapted = AdaptedModel.of(self._model, lora, poison=poison)
+        base = None if device.is_host else DeviceBase(device, options.torch_dtype, poison=poison)
+        self.adapted = AdaptedModel.of(self._model, lora, poison=poison, base=base)
 
     def use_pipeline(self, settings: PipelineSettings) -> None:
         """Stay on the plain way: the pipeline is for shards that are updated."""
@@ -123,9 +125,9 @@ class AdapterEngine(Engine):
         model = AdaptedModel.of(fp32, self.lora, poison=self._poison)
         clock = StepClock()
         try:
-            with open_window(model, reader, model.gradient_order(), clock) as window:
-                views = read_adapters(model, reader)
-                adapter_pass = AdapterPass(model, window, model.step.compute(clock), views)
+            views = read_adapters(model, reader)
+            with open_visits(model, reader, model.gradient_order(), clock) as visits:
+                adapter_pass = AdapterPass(model, visits, model.step.compute(clock), views)
                 for _ in adapter_pass.run(self._tokens(micro_batches)):
                     pass
         except NonFiniteError as error:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from trainer.device import Device
 from trainer.lora import nf4
+from trainer.lora.feeding import DeviceBase
 from trainer.lora.slots import SlotPool, placed_bytes
 from trainer.lora.stages import AdaptedStage, adapted
 from trainer.lora.targets import check_targets
@@ -28,10 +28,21 @@ class AdaptedModel:
     trunk: Sequence[AdaptedStage]
     head: AdaptedStage
     pool: SlotPool
+    base: DeviceBase | None = None
 
     @classmethod
-    def of(cls, model: StepModel, lora: LoraSettings, *, poison: bool = False) -> AdaptedModel:
-        """Give a model adapters; InputError where a target is no module of it."""
+    def of(
+        cls,
+        model: StepModel,
+        lora: LoraSettings,
+        *,
+        poison: bool = False,
+        base: DeviceBase | None = None,
+    ) -> AdaptedModel:
+        """Give a model adapters; InputError where a target is no module of it.
+
+        base: what brings frozen stages to a device ahead of their use; one after the other without.
+        """
         check_targets(model.trunk, lora)
         trunk = [adapted(stage, lora) for stage in model.trunk]
         head = adapted(model.head, lora)
@@ -40,6 +51,7 @@ class AdaptedModel:
             trunk=trunk,
             head=head,
             pool=slot_pool(model, trunk, poison=poison),
+            base=base,
         )
 
     @property
@@ -53,17 +65,9 @@ class AdaptedModel:
         first = next(i for i, stage in enumerate(self.trunk) if stage.parameters)
         return list(reversed(self.trunk[first:]))
 
-    def forward_order(self) -> list[str]:
-        """Give the shards of a forward pass."""
-        return [stage.shard for stage in (*self.trunk, self.head)]
-
-    def gradient_order(self) -> list[str]:
-        """Give the shards of a pass that takes gradients."""
-        return [*self.forward_order(), *(stage.shard for stage in self.backward)]
-
-    def step_order(self) -> list[str]:
-        """Give the shards of a step: a pass, then the state of the adapters."""
-        return [*self.gradient_order(), *(f"optim/{stage.name}" for stage in self.owners)]
+    def gradient_order(self) -> list[AdaptedStage]:
+        """Give the visits of a pass that takes gradients."""
+        return [*self.trunk, self.head, *self.backward]
 
     def form(self, stage: AdaptedStage) -> torch.dtype | None:
         """Give the dtype in which a stage's weights are brought in; None is as they are stored."""
@@ -71,20 +75,14 @@ class AdaptedModel:
 
 
 def slot_pool(model: StepModel, trunk: Sequence[AdaptedStage], *, poison: bool = False) -> SlotPool:
-    """Give slots for a model's largest block: one where the host computes, else two in turns."""
-    device: Device = model.device
-    return SlotPool(
-        device,
-        slot_bytes=slot_bytes(trunk, model.options.torch_dtype),
-        slots=1 if device.is_host else 2,
-        poison=poison,
-    )
+    """Give a slot for a model's largest block."""
+    size = slot_bytes(trunk, model.options.torch_dtype)
+    return SlotPool(model.device, slot_bytes=size, poison=poison)
 
 
 def slot_bytes(trunk: Sequence[AdaptedStage], dtype: torch.dtype) -> int:
     """Give what the largest block takes in a slot."""
-    blocks = [stage for stage in trunk if stage.name.startswith("block_")]
-    return max(brought_bytes(stage, dtype) for stage in blocks)
+    return max(brought_bytes(stage, dtype) for stage in trunk if stage.is_block)
 
 
 def brought_bytes(stage: AdaptedStage, dtype: torch.dtype) -> int:

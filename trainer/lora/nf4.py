@@ -16,16 +16,17 @@ import importlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardb import Transaction, torch_adaptor
-from shardb.views import ShardView
+from shardb.views import ShardView, TensorImage
 from trainer.errors import InputError
+from trainer.lora.forms import KEPT
 from trainer.lora.linears import Product
-from trainer.lora.slots import KEPT
 from trainer.lora.targets import linear_modules
 from trainer.model.stages import Stage
 
@@ -96,6 +97,7 @@ def _check_tables(state: Any) -> None:
     assert (state.blocksize, state.state2.blocksize) == (BLOCK_VALUES, NESTED_VALUES)
 
 
+@lru_cache(maxsize=8)
 def code_tables(device: torch.device) -> tuple[Tensor, Tensor]:
     """Give the library's tables: of 4-bit values [16], of their scales [256]."""
     functional = library()
@@ -103,6 +105,35 @@ def code_tables(device: torch.device) -> tuple[Tensor, Tensor]:
     scales = functional.create_dynamic_map().to(device)
     assert values.shape == (TABLE_VALUES,)
     return values, scales
+
+
+def holds(weights: Mapping[str, Tensor]) -> bool:
+    """Say whether some of a block's weights are packed."""
+    return any(KEPT in name for name in weights)
+
+
+def computes_in(view: TensorImage, dtype: torch.dtype) -> bool:
+    """Say whether a block was packed from the dtype that computes.
+
+    Then one unpacked form serves both ways; otherwise the library multiplies with another one
+    forward than back.
+    """
+    forms = [view.raw(name).tobytes() for name in view.specs if name.endswith(KEPT + _FORM)]
+    return all(form == torch_adaptor.NAMES[dtype].encode() for form in forms)
+
+
+def unpacked(stage: Stage, packed: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Give a block's weights as they compute, in memory of their own."""
+    device = next(iter(packed.values())).device
+    tables = code_tables(device)
+    found = {}
+    for name, parameter in stage.parameters.items():
+        if name + KEPT in packed:
+            state = _state(name + KEPT, parameter.shape, packed, tables, dtype)
+            found[name] = library().dequantize_4bit(packed[name + KEPT], state)
+        else:
+            found[name] = packed[name].clone()
+    return found
 
 
 def products(
@@ -123,30 +154,42 @@ def _product(
     weights: Mapping[str, Tensor],
     tables: tuple[Tensor, Tensor],
 ) -> Product:
-    functional, library_package = library(), importlib.import_module("bitsandbytes")
+    library_package = importlib.import_module("bitsandbytes")
     key = name + KEPT
-    nested = functional.QuantState(
-        absmax=weights[key + _NESTED],
-        code=tables[1],
-        blocksize=NESTED_VALUES,
-        dtype=torch.float32,
-    )
-    state = functional.QuantState(
-        absmax=weights[key + _ABSMAX],
-        shape=torch.Size(shape),
-        code=tables[0],
-        blocksize=BLOCK_VALUES,
-        quant_type="nf4",
-        dtype=torch_adaptor.DTYPES[bytes(weights[key + _FORM].tolist()).decode()],
-        offset=weights[key + _OFFSET].reshape(()),
-        state2=nested,
-    )
+    form = torch_adaptor.DTYPES[bytes(weights[key + _FORM].tolist()).decode()]
+    state = _state(key, shape, weights, tables, form)
 
     def multiply(x: Tensor, bias: Tensor | None) -> Tensor:
         output: Tensor = library_package.matmul_4bit(x, weights[key], quant_state=state, bias=bias)
         return output
 
     return multiply
+
+
+def _state(
+    key: str,
+    shape: tuple[int, ...],
+    weights: Mapping[str, Tensor],
+    tables: tuple[Tensor, Tensor],
+    dtype: torch.dtype,
+) -> Any:
+    """Give the library's own description of a packed weight."""
+    nested = library().QuantState(
+        absmax=weights[key + _NESTED],
+        code=tables[1],
+        blocksize=NESTED_VALUES,
+        dtype=torch.float32,
+    )
+    return library().QuantState(
+        absmax=weights[key + _ABSMAX],
+        shape=torch.Size(shape),
+        code=tables[0],
+        blocksize=BLOCK_VALUES,
+        quant_type="nf4",
+        dtype=dtype,
+        offset=weights[key + _OFFSET].reshape(()),
+        state2=nested,
+    )
 
 
 def stage_quantised(

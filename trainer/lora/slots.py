@@ -20,11 +20,11 @@ from torch import Tensor
 from shardb import torch_adaptor
 from shardb.views import TensorImage
 from trainer.device import ALIGNMENT_BYTES, Device
+from trainer.device_lanes import Mark
+from trainer.lora.forms import SlotForm, form_of, whole
 
 # Every element of these bytes is NaN, in each form of floating point that weights have.
 POISON = 0xFF
-# Tensors with this in their name are no weights that compute: they keep their form.
-KEPT = ".nf4"
 
 
 class StaleSlotError(AssertionError):
@@ -32,20 +32,37 @@ class StaleSlotError(AssertionError):
 
 
 class Slot:
-    """One buffer; `generation` counts how often it was given back."""
+    """One buffer; `generation` counts how often it was given back, `free` is behind its last use.
+
+    Where nothing runs behind the caller's back there is no such mark.
+    """
 
     def __init__(self, buffer: Tensor) -> None:
         self.buffer = buffer
         self.generation = 0
         self.is_free = True
+        self.free: Mark | None = None
+
+    def give_back(self, *, poison: bool) -> None:
+        """End whatever lease there is."""
+        self.generation += 1
+        self.is_free = True
+        if poison:
+            self.buffer.fill_(POISON)
 
 
 class Lease:
-    """One stage's weights; slot is None where they are the store's own memory."""
+    """One stage's weights; slot is None where they are the store's own memory.
 
-    def __init__(self, tensors: Mapping[str, Tensor], slot: Slot | None) -> None:
+    owned: they were made for this lease, by unpacking what lay in a slot.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], slot: Slot | None, *, owned: bool = False
+    ) -> None:
         self._tensors = tensors
         self._slot = slot
+        self._owned = owned
         self._generation = slot.generation if slot is not None else 0
         self.is_over = False
 
@@ -55,6 +72,13 @@ class Lease:
         if self.is_over or (slot is not None and slot.generation != self._generation):
             raise StaleSlotError("weights were used after their slot was given back")
         return self._tensors
+
+    def end(self, *, poison: bool = False) -> None:
+        """Give no tensor any more; with `poison` what was made for this lease is NaN from here."""
+        self.is_over = True
+        if poison and self._owned:
+            for tensor in self._tensors.values():
+                tensor.view(torch.uint8).fill_(POISON)
 
 
 class SlotPool:
@@ -84,16 +108,17 @@ class SlotPool:
             finally:
                 found.is_over = True
             return
-        slot = self._free_slot(_placed_bytes(stored, dtype))
+        form = SlotForm.of(stored, dtype)
+        slot = self._free_slot(form.bytes)
         slot.is_free = False
-        tensors = _fill(slot.buffer, stored, dtype)
+        tensors = form.fill(slot.buffer, stored)
         self.filled_bytes += sum(tensor.nbytes for tensor in tensors.values())
         found = Lease(tensors, slot)
         try:
             yield found
         finally:
             found.is_over = True
-            self._give_back(slot)
+            slot.give_back(poison=self.poison)
 
     def _is_usable(self, stored: Mapping[str, Tensor], dtype: torch.dtype | None) -> bool:
         """Say whether what was read needs no slot: it is looked up, or computes as it is."""
@@ -115,12 +140,6 @@ class SlotPool:
         self._slots.append(Slot(self._memory(self._slot_bytes)))
         return self._slots[-1]
 
-    def _give_back(self, slot: Slot) -> None:
-        slot.generation += 1
-        slot.is_free = True
-        if self.poison:
-            slot.buffer.fill_(POISON)
-
     def _memory(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._device.torch_device)
 
@@ -128,7 +147,7 @@ class SlotPool:
 def placed_bytes(tensors: Mapping[str, tuple[tuple[int, ...], int]], item_bytes: int) -> int:
     """Give what tensors take in a slot: shape and bytes an element, 0 for `item_bytes`."""
     return sum(
-        _whole(torch.Size(shape).numel() * (own_bytes or item_bytes))
+        whole(torch.Size(shape).numel() * (own_bytes or item_bytes))
         for shape, own_bytes in tensors.values()
     )
 
@@ -136,32 +155,4 @@ def placed_bytes(tensors: Mapping[str, tuple[tuple[int, ...], int]], item_bytes:
 def _is_ready(name: str, tensor: Tensor, dtype: torch.dtype | None) -> bool:
     """Say whether a tensor of the store computes as it lies there."""
     is_aligned = tensor.data_ptr() % ALIGNMENT_BYTES == 0
-    return _form(name, tensor, dtype) == tensor.dtype and is_aligned
-
-
-def _form(name: str, tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    is_cast = dtype is not None and tensor.is_floating_point() and KEPT not in name
-    return dtype if dtype is not None and is_cast else tensor.dtype
-
-
-def _placed_bytes(stored: Mapping[str, Tensor], dtype: torch.dtype | None) -> int:
-    return sum(_whole(t.numel() * _form(n, t, dtype).itemsize) for n, t in stored.items())
-
-
-def _whole(size: int) -> int:
-    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-def _fill(
-    buffer: Tensor, stored: Mapping[str, Tensor], dtype: torch.dtype | None
-) -> dict[str, Tensor]:
-    start = 0
-    found = {}
-    for name, tensor in stored.items():
-        form = _form(name, tensor, dtype)
-        size = tensor.numel() * form.itemsize
-        place = buffer[start : start + size].view(form).view(tensor.shape)
-        place.copy_(tensor)
-        found[name] = place
-        start += _whole(size)
-    return found
+    return form_of(name, tensor, dtype) == tensor.dtype and is_aligned

@@ -46,6 +46,16 @@ class Binding:
         return self._lease.tensors()
 
 
+@contextmanager
+def leased(stage: AdaptedStage, lease: Lease, *, poison: bool = False) -> Iterator[None]:
+    """Have a lease's weights bound to a stage for a block, and the lease ended behind it."""
+    try:
+        with stage.binding.bound(lease):
+            yield
+    finally:
+        lease.end(poison=poison)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class AdaptedStage(Stage):
     """A stage whose parameters are its adapters; the weights are bound beside them."""
@@ -75,7 +85,7 @@ class AdaptedStage(Stage):
         if self.is_table:
             rows = next(iter(weights.values()))
             return self.inner.forward(weights, x.to(rows.device)).to(x.device)
-        if self.is_packed:
+        if nf4.holds(weights):
             weights, products = self._unpacking(weights, x)
         else:
             products = []
@@ -86,8 +96,13 @@ class AdaptedStage(Stage):
         return output
 
     @property
+    def is_block(self) -> bool:
+        """Say whether this is one of the stages that are all alike."""
+        return self.name.startswith("block_")
+
+    @property
     def is_packed(self) -> bool:
-        """Say whether the weights that are bound are those of `trainer.lora.nf4`."""
+        """Say whether the frozen shard is one of `trainer.lora.nf4`."""
         return self.lora.base_quant == "nf4" and bool(linear_modules(self.inner))
 
     @property

@@ -9,9 +9,12 @@ staged.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from shardb import ShardView
@@ -20,9 +23,8 @@ from trainer.clipping import clip_scale, total_norm
 from trainer.gradient_pass import GradientPass
 from trainer.gradients import GradientSum, taken
 from trainer.lora.model import AdaptedModel
-from trainer.lora.visits import Adapters, brought, open_window, read_adapters, visit
+from trainer.lora.visits import Adapters, Visits, brought, open_visits, read_adapters
 from trainer.model.micro_batch import drop_keys
-from trainer.residency import ShardWindow
 from trainer.step import ShardTransaction, StepOrder, StepResult, write_update
 from trainer.tape import Compute, ReplayTape, Tape
 from trainer.timing import StepClock
@@ -37,16 +39,17 @@ class AdapterPass(GradientPass):
     def __init__(
         self,
         model: AdaptedModel,
-        window: ShardWindow,
+        visits: Visits,
         compute: Compute,
         views: Mapping[str, ShardView],
         *,
         loss_scale: float = 1.0,
         drop_keys: Sequence[str | None] = (),
     ) -> None:
-        compute = compute.knowing(drop_keys)
-        super().__init__(model.step, window, compute, loss_scale=loss_scale)
+        compute = replace(compute.knowing(drop_keys), tracks=not compute.device.is_host)
+        super().__init__(model.step, None, compute, loss_scale=loss_scale)
         self._adapted = model
+        self._visits = visits
         self._views = views
         self._adapters: Adapters = brought(model, views)
 
@@ -59,24 +62,24 @@ class AdapterPass(GradientPass):
         """
         model, clock = self._adapted, self._compute.clock
         tapes = self._forward([batch.ids for batch in batches])
-        with visit(model, self._window, model.head, clock):
+        with self._visits.visit(model.head):
             gradients = self._head({}, tapes, batches).hidden
+        found = []
         for stage in model.backward:
             total = GradientSum()
-            with (
-                visit(model, self._window, stage, clock),
-                clock.measure("backward_kernel_seconds"),
-            ):
+            with self._visits.visit(stage), clock.measure("backward_kernel_seconds"):
                 tapes.pop().backward(self._adapters.get(stage.name, {}), gradients, total)
             if stage.parameters:
                 assert list(total.gradients) == list(stage.parameters), "an adapter has no gradient"
-                yield self._finished(
-                    StageGradients(
-                        stage=stage,
-                        view=self._views[stage.name],
-                        gradients=taken(total.gradients),
-                    )
+                ready = StageGradients(
+                    stage=stage, view=self._views[stage.name], gradients=taken(total.gradients)
                 )
+                found.append(self._measured(ready))
+        # One look at all of them, behind the last: each look lets a device run dry.
+        if not math.isfinite(float(self.total_norm())):
+            for ready in found:
+                self._check(ready)
+        yield from found
 
     def total_norm(self) -> Tensor:
         """Give the norm over all adapters, tensors in forward order."""
@@ -88,10 +91,7 @@ class AdapterPass(GradientPass):
         for stage in self._adapted.trunk:
             inputs = tapes[-1].outputs if tapes else ids
             params = self._adapters.get(stage.name, {})
-            with (
-                visit(self._adapted, self._window, stage, clock),
-                clock.measure("forward_kernel_seconds"),
-            ):
+            with self._visits.visit(stage), clock.measure("forward_kernel_seconds"):
                 tapes.append(ReplayTape(stage, self._compute, params, inputs))
         return tapes
 
@@ -112,23 +112,22 @@ class AdapterStep:
         """Do the whole step on `batches`, which hold at least one label that counts."""
         model = self._model
         model.step.prepare(batches)
-        window = open_window(model, self._txn, model.step_order(), self._clock)
-        with window:
-            with window.lock:
-                views = read_adapters(model, self._txn)
+        views = read_adapters(model, self._txn)
+        with open_visits(model, self._txn, model.gradient_order(), self._clock) as visits:
             gradients = AdapterPass(
                 model,
-                window,
+                visits,
                 model.step.compute(self._clock),
                 views,
                 loss_scale=self._order.loss_scale,
                 drop_keys=self._drop_keys(len(batches)),
             )
             ready = {each.stage.name: each for each in gradients.run(batches)}
-            norms = {name: float(total_norm([gradients.norms[name]])) for name in ready}
-            scales = self._scales(gradients, list(ready))
-            for stage in model.owners:
-                self._update(window, ready.pop(stage.name), scales[stage.name])
+        names = [stage.name for stage in model.owners]
+        norms = torch.stack([total_norm([gradients.norms[name]]) for name in names]).tolist()
+        scales = self._scales(gradients, names)
+        for name in names:
+            self._update(ready.pop(name), scales[name])
         model.step.device.wait()
         return StepResult(
             loss=gradients.loss,
@@ -137,9 +136,9 @@ class AdapterStep:
             tokens=sum(batch.ids.numel() for batch in batches),
             valid_tokens=sum(batch.valid_count for batch in batches),
             updated_shards=len(scales),
-            max_active_param_shards=window.active_max["params"],
-            max_active_optimizer_shards=window.active_max["optim"],
-            shard_norms={stage.name: norms[stage.name] for stage in model.owners},
+            max_active_param_shards=visits.active_max,
+            max_active_optimizer_shards=1,
+            shard_norms=dict(zip(names, norms, strict=True)),
             timings=dict(self._clock.seconds),
         )
 
@@ -156,14 +155,13 @@ class AdapterStep:
             return dict.fromkeys(names, clip_scale(gradients.total_norm(), self._max_norm))
         return {n: clip_scale(total_norm([gradients.norms[n]]), self._max_norm) for n in names}
 
-    def _update(self, window: ShardWindow, ready: StageGradients, scale: float) -> None:
+    def _update(self, ready: StageGradients, scale: float) -> None:
         name = ready.stage.name
-        with window.take(f"optim/{name}") as state_view:
-            with window.lock:
-                params = self._txn.stage(f"adapters/{name}", like=ready.view)
-                state = self._txn.stage(f"optim/{name}", like=state_view)
-            with self._clock.measure("optimizer_math_seconds"):
-                write_update(self._model.step, self._order, ready, state_view, params, state, scale)
-            with window.lock:
-                params.seal()
-                state.seal()
+        with self._clock.measure("optimizer_load_seconds"):
+            state_view = self._txn.read(f"optim/{name}")
+        params = self._txn.stage(f"adapters/{name}", like=ready.view)
+        state = self._txn.stage(f"optim/{name}", like=state_view)
+        with self._clock.measure("optimizer_math_seconds"):
+            write_update(self._model.step, self._order, ready, state_view, params, state, scale)
+        params.seal()
+        state.seal()

@@ -7,8 +7,10 @@ Layer-major: all batches pass a stage in one visit.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from types import TracebackType
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,8 +18,11 @@ from torch import Tensor
 from shardb import ShardView, torch_adaptor
 from trainer.evaluate import EvalResult, mean_loss
 from trainer.head import head_loss_sum
+from trainer.lora import nf4
+from trainer.lora.feeding import Feed
 from trainer.lora.model import AdaptedModel
-from trainer.lora.stages import AdaptedStage
+from trainer.lora.slots import Lease
+from trainer.lora.stages import AdaptedStage, leased
 from trainer.placement import Boundary
 from trainer.prefetch import prefetch_of
 from trainer.residency import ShardReader, ShardWindow
@@ -42,24 +47,82 @@ def brought(model: AdaptedModel, views: Mapping[str, ShardView]) -> Adapters:
     return found
 
 
-def open_window(
-    model: AdaptedModel, reader: ShardReader, order: Sequence[str], clock: StepClock
-) -> ShardWindow:
-    """Give the window of a pass over the frozen shards."""
-    prefetch = prefetch_of(model.step.options, model.step.device)
-    return ShardWindow(reader, order, prefetch=prefetch, clock=clock)
+class Visits(Protocol):
+    """The visits of one pass, in the order that was announced; the block of `with` is the pass."""
+
+    @property
+    def active_max(self) -> int:
+        """Give how many frozen shards were active at once."""
+        ...
+
+    def __enter__(self) -> Visits: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+    def visit(self, stage: AdaptedStage) -> AbstractContextManager[None]:
+        """Have a stage's weights bound for a block."""
+        ...
 
 
-@contextmanager
-def visit(
-    model: AdaptedModel, window: ShardWindow, stage: AdaptedStage, clock: StepClock
-) -> Iterator[None]:
-    """Have a stage's weights bound for a block."""
-    with window.take(stage.shard) as view, ExitStack() as held:
-        with clock.measure("h2d_seconds"):
-            lease = held.enter_context(model.pool.lease(view, model.form(stage)))
-        with stage.binding.bound(lease):
-            yield
+class PlainVisits:
+    """One stage after the other: a shard is read, bound where it lies or copied, and let go."""
+
+    def __init__(
+        self,
+        model: AdaptedModel,
+        reader: ShardReader,
+        order: Sequence[AdaptedStage],
+        clock: StepClock,
+    ) -> None:
+        self._model = model
+        self._clock = clock
+        prefetch = prefetch_of(model.step.options, model.step.device)
+        names = [stage.shard for stage in order]
+        self._window = ShardWindow(reader, names, prefetch=prefetch, clock=clock)
+
+    def __enter__(self) -> PlainVisits:
+        self._window.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._window.__exit__(kind, error, trace)
+
+    @property
+    def active_max(self) -> int:
+        """Give how many frozen shards were active at once."""
+        return self._window.active_max["params"]
+
+    @contextmanager
+    def visit(self, stage: AdaptedStage) -> Iterator[None]:
+        """See `Visits`."""
+        model = self._model
+        pool, dtype = model.pool, model.form(stage)
+        with self._window.take(stage.shard) as view, ExitStack() as held:
+            with self._clock.measure("h2d_seconds"):
+                lease = held.enter_context(pool.lease(view, dtype))
+                if dtype is not None and stage.is_packed and nf4.computes_in(view, dtype):
+                    weights = nf4.unpacked(stage.inner, lease.tensors(), dtype)
+                    lease = Lease(weights, None, owned=True)
+            with leased(stage, lease, poison=pool.poison):
+                yield
+
+
+def open_visits(
+    model: AdaptedModel, reader: ShardReader, order: Sequence[AdaptedStage], clock: StepClock
+) -> Visits:
+    """Give the visits of a pass: fed ahead where the model has a base on a device."""
+    if model.base is not None:
+        return Feed(model.base, reader, order)
+    return PlainVisits(model, reader, order, clock)
 
 
 class AdaptedEvaluator:
@@ -75,27 +138,30 @@ class AdaptedEvaluator:
 
     def logits(self, reader: ShardReader, ids: Tensor, *, last_only: bool = False) -> Tensor:
         """Score ids [B, T]: [B, T, V] in the compute dtype; only the last position if asked."""
-        with self._window(reader) as window, torch.no_grad():
-            [hidden] = self._passed(reader, window, [ids])
-            with visit(self._model, window, self._model.head, self._compute.clock):
+        views = read_adapters(self._model, reader)
+        with self._open(reader) as visits, torch.no_grad():
+            [hidden] = self._passed(views, visits, [ids])
+            with visits.visit(self._model.head):
                 return self._model.head.forward({}, hidden[:, -1:] if last_only else hidden)
 
     def _group_loss(self, reader: ShardReader, group: Sequence[Tokens]) -> float:
         head, chunk = self._model.head, self._model.step.options.lm_head_chunk_tokens
-        with self._window(reader) as window, torch.no_grad():
-            hidden = self._passed(reader, window, [batch.ids for batch in group])
+        views = read_adapters(self._model, reader)
+        with self._open(reader) as visits, torch.no_grad():
+            hidden = self._passed(views, visits, [batch.ids for batch in group])
             labels = [batch.labels for batch in group]
-            with visit(self._model, window, head, self._compute.clock):
+            with visits.visit(head):
                 return float(head_loss_sum(head, {}, hidden, labels, chunk_tokens=chunk))
 
-    def _passed(self, reader: ShardReader, window: ShardWindow, ids: Sequence[Tensor]) -> Boundary:
+    def _passed(
+        self, views: Mapping[str, ShardView], visits: Visits, ids: Sequence[Tensor]
+    ) -> Boundary:
         """Pass every batch through every stage and keep nothing; give the last one's outputs."""
-        with window.lock:
-            adapters = brought(self._model, read_adapters(self._model, reader))
+        adapters = brought(self._model, views)
         outputs = self._compute.new_boundary()
         for stage in self._model.trunk:
             params = adapters.get(stage.name, {})
-            with visit(self._model, window, stage, self._compute.clock):
+            with visits.visit(stage):
                 for index, each in enumerate(ids):
                     if index == len(outputs):
                         outputs.append(self._compute.run(stage, params, each))
@@ -103,5 +169,6 @@ class AdaptedEvaluator:
                         outputs[index] = self._compute.run(stage, params, outputs[index])
         return outputs
 
-    def _window(self, reader: ShardReader) -> ShardWindow:
-        return open_window(self._model, reader, self._model.forward_order(), self._compute.clock)
+    def _open(self, reader: ShardReader) -> Visits:
+        order = [*self._model.trunk, self._model.head]
+        return open_visits(self._model, reader, order, self._compute.clock)

@@ -110,7 +110,7 @@ class _AdapterWalk:
         self._dtype = shape.options.torch_dtype
         keys = drop_keys(trunk[0].lora.dropout, seed=0, step=1, count=shape.accumulation)
         compute = Compute(device=Device(META), dtype=self._dtype, clock=StepClock())
-        self._compute = compute.knowing(keys)
+        self._compute = replace(compute.knowing(keys), tracks=not is_host)
         self.slot_bytes = slot_bytes(trunk, self._dtype)
         self._slots: list[Tensor] = []
 

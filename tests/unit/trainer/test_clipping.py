@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.clipping import clip_scale, tensor_norms, total_norm
+from trainer.clipping import check_finite, clip_scale, tensor_norms, total_norm
 from trainer.errors import NonFiniteError
 
 
@@ -23,7 +23,7 @@ def test_norm_and_scale_are_those_of_torch(limit: float) -> None:
     for leaf, gradient in zip(leaves, found.values(), strict=True):
         leaf.grad = gradient.clone()
     expected = torch.nn.utils.clip_grad_norm_(leaves, limit)
-    norm = total_norm([tensor_norms("params/x", found)])
+    norm = total_norm([tensor_norms(found)])
     assert torch.equal(norm, expected)
     for leaf, gradient in zip(leaves, found.values(), strict=True):
         assert torch.equal(leaf.grad, gradient * clip_scale(norm, limit))
@@ -41,10 +41,11 @@ def test_first_tensor_that_is_not_finite_is_named(value: float) -> None:
     bad["norm.weight"][5] = value
     bad["down.weight"][0, 0] = value
     with pytest.raises(NonFiniteError, match=r"block_002/norm\.weight has 1 values of 37") as e:
-        tensor_norms("params/block_002", bad)
+        check_finite("params/block_002", bad, tensor_norms(bad))
     assert (e.value.shard, e.value.tensor) == ("params/block_002", "norm.weight")
 
 
 def test_a_norm_beyond_fp32_is_told_apart() -> None:
+    large = {"w": torch.full((10,), 1e30)}
     with pytest.raises(NonFiniteError, match="its norm exceeds fp32"):
-        tensor_norms("params/x", {"w": torch.full((10,), 1e30)})
+        check_finite("params/x", large, tensor_norms(large))
