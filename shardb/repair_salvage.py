@@ -136,7 +136,7 @@ class _Salvage:
         abandoned = {c: row for c, row in self.abandoned.items() if c in stays}
         pins = Counter(c for row in branches.values() for c in row["retained"])
         pins.update(row["commit"] for row in self.snapshots.values())
-        pins.update(abandoned)
+        pins.update(abandoned.keys())  # the names: a mapping would be taken for counts
         needed = {
             bytes(digest).hex()
             for commit in pins
