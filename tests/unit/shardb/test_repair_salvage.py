@@ -18,7 +18,14 @@ from shardb.repair import repair
 from shardb.repair_salvage import image_name, packed_name, salvaged
 from shardb.retention import Policy
 from shardb.state import DictTables
-from tests.support.damage import Known, check_repaired, spoil_record, without_index
+from tests.support.damage import (
+    Known,
+    check_repaired,
+    frames_of,
+    last_segment,
+    spoil_record,
+    without_index,
+)
 from tests.support.log_records import Log, applied, commit, digest, record
 from tests.support.small_stores import commit_step, fill_store
 
@@ -197,7 +204,8 @@ def test_is_a_store_that_was_rewound_repaired(tmp_path: Path) -> None:
         rewind_branch(store, "main", "step-1")
         commit_step(store, 2)
     known = Known.of(root)
-    without_index(spoil_record(4))(root)
+    steps = [records.unpack(frame.payload).get("step") for frame in frames_of(last_segment(root))]
+    without_index(spoil_record(steps.index(3)))(root)
     outcome = repair(str(root), yes=True)
     assert "log_go_on" in [action.what for action in outcome.plan.actions]
     check_repaired(root, known)
