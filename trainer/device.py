@@ -110,14 +110,16 @@ class Device:
                 f"--prefetch-shards {prefetch}: the run computes on the CPU: choose cpu or off, or"
                 " a CUDA device with --device"
             )
-        if prefetch == "gpu":
-            return self.torch_device
+        return self.torch_device if prefetch == "gpu" else self.second().torch_device
+
+    def second(self) -> Device:
+        """Give the CUDA device after this one; InputError where there is one alone."""
         count = torch.cuda.device_count()
         if count < 2:
             raise InputError(
                 "--prefetch-shards secondary-gpu: there is one CUDA device here: choose gpu or cpu"
             )
-        return torch.device("cuda", ((self.torch_device.index or 0) + 1) % count)
+        return Device(torch.device("cuda", ((self.torch_device.index or 0) + 1) % count))
 
     def _take_sent(self, sent: _Sent, dtype: torch.dtype | None) -> dict[str, Tensor]:
         """Move what was sent ahead to this device, in `dtype`, once its copying is done."""

@@ -35,6 +35,8 @@ class Lane(StrEnum):
     OUT = "out"
     OUT_LATER = "out, when there is room"
     TOLD = "told"
+    PEER_IN = "in, to the second device"
+    PEER_OUT = "from the second device"
 
 
 class Mark(Protocol):
@@ -98,9 +100,12 @@ class Lanes(Protocol):
         ...
 
 
-def lanes_of(device: Device) -> Lanes:
-    """Open the lanes of a device."""
-    return HostLanes() if device.is_host else CudaLanes(device)
+PEER_LANES = (Lane.PEER_IN, Lane.PEER_OUT)
+
+
+def lanes_of(device: Device, second: Device | None = None) -> Lanes:
+    """Open the lanes of a device; those of a second one are its own."""
+    return HostLanes() if device.is_host else CudaLanes(device, second)
 
 
 class HostLanes:
@@ -165,7 +170,7 @@ class _Trace:
 class CudaLanes:
     """Streams of a CUDA device; COMPUTE is the stream of every call without lanes."""
 
-    def __init__(self, place: Device) -> None:
+    def __init__(self, place: Device, second: Device | None = None) -> None:
         self._place = place
         self._device = device = place.torch_device
         self._pool: Any = None
@@ -173,7 +178,9 @@ class CudaLanes:
         self._streams: dict[Lane, torch.cuda.Stream] = {
             lane: torch.cuda.current_stream(device)
             if lane is Lane.COMPUTE
-            else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            else torch.cuda.Stream(  # type: ignore[no-untyped-call]
+                second.torch_device if second is not None and lane in PEER_LANES else device
+            )
             for lane in Lane
         }
 

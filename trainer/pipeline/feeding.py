@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardb import ShardView
 from trainer.device_lanes import Lane, Lanes, Mark
+from trainer.pipeline.peering import Peer
 from trainer.pipeline.residents import Resident, address_of
 from trainer.pipeline.shapes import StageShape, Tile
 from trainer.pipeline.slots import Ring, Slot
@@ -120,6 +121,7 @@ class Parameters:
         ring: Ring,
         residents: dict[str, Resident],
         order: Sequence[str],
+        peer: Peer | None = None,
     ) -> None:
         self._lanes = lanes
         self._base = base
@@ -127,6 +129,9 @@ class Parameters:
         self._residents = residents
         self._coming = deque(name for name in order if name not in residents)
         self._ahead: deque[tuple[str, Slot, Mark | None]] = deque()
+        self._peer = peer
+        if peer is not None:  # the last stages of a step that was staged were written first
+            peer.bring(base, reversed(dict.fromkeys(self._coming)))
         self._fetch()
 
     def next(self, name: str) -> Brought:
@@ -151,9 +156,12 @@ class Parameters:
             name = self._coming.popleft()
             source = self._base.elements(f"params/{name}")
             slot = self._ring.take(Lane.PARAMS_IN)
-            self._lanes.wait(Lane.PARAMS_IN, self._base.written(f"params/{name}"))
-            with self._lanes.on(Lane.PARAMS_IN, f"parameters {name}"):
-                slot.buffer[: source.numel()].copy_(source, non_blocking=True)
+            if self._peer is not None and name in self._peer:
+                self._peer.send(self._base, name, slot.buffer[: source.numel()])
+            else:
+                self._lanes.wait(Lane.PARAMS_IN, self._base.written(f"params/{name}"))
+                with self._lanes.on(Lane.PARAMS_IN, f"parameters {name}"):
+                    slot.buffer[: source.numel()].copy_(source, non_blocking=True)
             self._ahead.append((name, slot, self._lanes.mark(Lane.PARAMS_IN)))
 
 

@@ -21,6 +21,7 @@ from trainer.pipeline.footprint import PipelineSizes, growth_bytes, resident_byt
 from trainer.pipeline.gradients import GradientBank
 from trainer.pipeline.graphs import Passes
 from trainer.pipeline.measuring import Measures
+from trainer.pipeline.peering import Peer, second_device
 from trainer.pipeline.residents import Resident, new_resident
 from trainer.pipeline.sealing import Sealer
 from trainer.pipeline.shapes import StageShape, stage_shape
@@ -62,10 +63,12 @@ class Pipeline:
         self.model = model
         self.settings = settings
         self.rule: AdamW = model.optimizer
-        self.lanes: Lanes = lanes or lanes_of(model.device)
+        second = second_device(model.options, model.device)
+        self.lanes: Lanes = lanes or lanes_of(model.device, second)
         self.images = HostImages(self.lanes, model.device.page_locks)
         self.sealer = Sealer(self.lanes, in_background=not model.device.is_host)
         self.shapes = stage_shapes(model, sizes)
+        self.peer = Peer(self.lanes, self.shapes, second) if second is not None else None
         self.residents: dict[str, Resident] = {}
         self.passes = Passes(self.lanes)
         self.clipped_last = True
@@ -151,16 +154,21 @@ class Pipeline:
         Every copy is waited for, so that the store may have its images back.
         """
         self.sealer.abandon()
-        self.model.device.wait()
+        self._wait()
         for ring in (self.params, self.gradients, self.tiles):
             ring.reset()
         self.boundaries.reset()
         for resident in self.residents.values():
             resident.step = None
 
+    def _wait(self) -> None:
+        self.model.device.wait()
+        if self.peer is not None:
+            self.peer.settle()
+
     def forget_begun(self) -> None:
         """Take back the slots of a step that was begun, and of nothing else."""
-        self.model.device.wait()
+        self._wait()
         self.params.reset()
         self.gradients.reset()
         self.boundaries.reset()
@@ -196,7 +204,7 @@ class Pipeline:
 
     def close(self) -> None:
         """Wait for the device and let go of what belongs to the stores."""
-        self.model.device.wait()
+        self._wait()
         self.sealer.close()
         self.images.close()
 

@@ -201,7 +201,9 @@ class PipelineStep:
 
     def _feed(self, order: Sequence[str]) -> Parameters:
         pipeline = self._pipeline
-        return Parameters(self._lanes, self._base, pipeline.params, self._residents, order)
+        return Parameters(
+            self._lanes, self._base, pipeline.params, self._residents, order, pipeline.peer
+        )
 
     def _open_updates(self, txn: ShardTransaction) -> Updates:
         pipeline = self._pipeline
