@@ -214,6 +214,13 @@ class Device:
             self._peak_before = 0
             torch.cuda.reset_peak_memory_stats(self.torch_device)
 
+    def limit_memory(self, limit_bytes: int) -> None:
+        """Let tensors of this process take at most so much of the device; nothing on the host."""
+        if not self.is_host:
+            total = torch.cuda.get_device_properties(self.torch_device).total_memory
+            share = min(1.0, limit_bytes / total)
+            torch.cuda.set_per_process_memory_fraction(share, self.torch_device)
+
     def memory_bytes(self) -> tuple[int, int] | None:
         """Give free and total bytes of the device's memory; None on the host."""
         return None if self.is_host else torch.cuda.mem_get_info(self.torch_device)

@@ -64,3 +64,14 @@ def test_another_dtype_is_derived_and_the_master_stays() -> None:
     view = view_of(w=(8, 16))
     assert CPU.bring_in(view, torch.bfloat16)["w"].dtype == torch.bfloat16
     assert CPU.bring_in(view, None)["w"].dtype == torch.float32
+
+
+def test_a_limit_of_device_memory_binds_there_and_nothing_on_the_host() -> None:
+    Device.from_name("cpu").limit_memory(1)
+    assert torch.ones(1 << 16).sum() == 1 << 16
+    if torch.cuda.is_available():
+        device = Device.from_name("cuda")
+        device.limit_memory(1 << 26)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(1 << 27, dtype=torch.uint8, device=device.torch_device)
+        device.limit_memory(1 << 60)
