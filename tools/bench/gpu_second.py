@@ -34,6 +34,9 @@ def measure(arguments: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
             for place in (arguments.store, arguments.active)
         ]
         given = given_of(arguments, folders[0], folders[1], arguments.vram_budget)
+        given |= {"active_copies": 2}  # page-locking takes a third of a second a GiB
+        if arguments.layers:
+            given |= {"num_layers": arguments.layers}
         made[name] = Product(stack, given | {"prefetch_shards": prefetch})
         timed(made[name].run.engine.device, made[name].step, WARM_STEPS)
         print(f"{name}: ready", flush=True)
@@ -48,6 +51,7 @@ def measure(arguments: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
     pipeline = made["two devices"].run.engine.pipeline
     return {
         "model": arguments.model,
+        "layers": first.model.num_layers,
         "tokens_per_step": first.rows_per_step * first.seq_len,
         "seconds": seconds,
         "different_shards": different,
@@ -60,6 +64,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--data", help="folder of rows; random ids where none is given")
     parser.add_argument("--model", choices=MODELS, default="B")
+    parser.add_argument("--layers", type=int, help="fewer blocks than the model has")
     parser.add_argument("--micro-batch-size", type=int, default=16)
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--chunk", type=int, default=1024)
