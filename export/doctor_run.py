@@ -7,7 +7,7 @@ needs what the export's own check needs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from export.doctor_against import Compared, folder_against, gguf_against
@@ -21,7 +21,7 @@ from export.doctor_tokenizer import tokenizer_findings
 from export.doctor_values import Extent, not_finite
 from export.import_config import CONFIG
 from export.import_files import INDEX, read_json
-from export.package_weights import open_weights
+from export.package_weights import IMPORTED, PACKED, open_weights
 from export.verify import Load, load_afresh
 from trainer.errors import InputError
 
@@ -86,10 +86,7 @@ def _examine_folder(folder: Path, against: Against | None, load: Load) -> Examin
     size = sum(tensor.spec.bytes for tensor in weights.tensors.values())
     compared = None
     if against is not None:
-        with open_weights(
-            against.store, ref=against.ref, allow_network=against.allow_network
-        ) as ours:
-            compared = folder_against(folder, ours, size, load)
+        compared = _compared(folder, against, size, load)
     return Examined(
         path=str(folder),
         kind="folder",
@@ -99,6 +96,34 @@ def _examine_folder(folder: Path, against: Against | None, load: Load) -> Examin
         against=compared.outcome if compared is not None else None,
         findings=worst_first([*_of(compared), *findings, *values]),
     )
+
+
+def _compared(folder: Path, against: Against, size: int, load: Load) -> Compared:
+    """Compare with the commit, its adapters merged into the base that the manifest names.
+
+    Where it names none and there are two, with the packed one first.
+    """
+    told = (read_json(folder / MANIFEST) or {}).get("merged_into")
+    merged_into = str(told) if told == IMPORTED else None
+    found, base = _compared_with(folder, against, size, load, merged_into)
+    if base == PACKED and told is None and any(each.severity == "error" for each in found.findings):
+        other, _ = _compared_with(folder, against, size, load, IMPORTED)
+        if not any(each.severity == "error" for each in other.findings):
+            return other
+    return found
+
+
+def _compared_with(
+    folder: Path, against: Against, size: int, load: Load, merge_into: str | None
+) -> tuple[Compared, str | None]:
+    network = against.allow_network
+    with open_weights(
+        against.store, ref=against.ref, allow_network=network, merge_into=merge_into
+    ) as ours:
+        found, base = folder_against(folder, ours, size, load), ours.merged_into
+    if base is not None:
+        found = replace(found, outcome=f"{found.outcome}; adapters merged into the {base} base")
+    return found, base
 
 
 def _hint(folder: Path) -> str:

@@ -47,6 +47,7 @@ def command(
     ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace the file at --out.")] = False,
     average: options.Average = None,
+    merge_into: options.MergeInto = None,
     allow_padded_vocabulary: options.AllowPaddedVocabulary = False,
     allow_network: options.AllowNetwork = False,
     json: options.Json = False,
@@ -68,6 +69,7 @@ def command(
             overwrite=overwrite,
             allow_padded_vocabulary=allow_padded_vocabulary,
             allow_network=allow_network,
+            merge_into=merge_into,
         )
     )
     if json:

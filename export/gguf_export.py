@@ -60,6 +60,7 @@ class GgufRequest:
     overwrite: bool = False
     allow_padded_vocabulary: bool = False
     allow_network: bool = False
+    merge_into: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +100,7 @@ def export_gguf(request: GgufRequest) -> GgufReport:
                 ref=request.ref,
                 average=request.average,
                 allow_network=request.allow_network,
+                merge_into=request.merge_into,
             )
         )
         _check_native(weights)

@@ -30,6 +30,7 @@ Examples:
   export-hf run --out package --reference-logits package.npz
   export-hf run --out adapter --adapter      what a run with --lora-rank trained, for peft
   export-hf run --out package --merge        the base with it
+  export-hf run --out package --merge --merge-into imported   not the base as it was packed
 
 The commit is leased, so a live trainer may go on. Weights are streamed: memory is that of the
 largest shard. A fresh offline process then loads the package (with transformers where that is
@@ -60,6 +61,7 @@ def command(
     ] = None,
     adapter: Annotated[bool, typer.Option(help="The adapters alone, as peft loads them.")] = False,
     merge: Annotated[bool, typer.Option(help="Merge the adapters into their base.")] = False,
+    merge_into: options.MergeInto = None,
     chat_template: Annotated[Path | None, typer.Option(help="A Jinja file.")] = None,
     allow_padded_vocabulary: options.AllowPaddedVocabulary = False,
     allow_network: options.AllowNetwork = False,
@@ -70,7 +72,12 @@ def command(
         raise InputError(f"--dtype is {dtype!r}: choose from {', '.join(DTYPES)}")
     max_file_bytes = parse_bytes(max_shard_size, "--max-shard-size")
     if adapter:
-        refused = {"--merge": merge, "--average": average, "--dtype": dtype}
+        refused = {
+            "--merge": merge,
+            "--merge-into": merge_into,
+            "--average": average,
+            "--dtype": dtype,
+        }
         _refuse_beside_adapter([flag for flag, value in refused.items() if value])
         return _export_adapter(store, out, ref, overwrite, allow_network, json)
     # torch takes seconds, and help should not.
@@ -92,6 +99,7 @@ def command(
             allow_padded_vocabulary=allow_padded_vocabulary,
             allow_network=allow_network,
             merge=merge,
+            merge_into=merge_into,
         )
     )
     print(json_text.dumps(report.to_json()) if json else _text(report))

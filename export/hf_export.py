@@ -74,6 +74,7 @@ def export_package(request: ExportRequest, load: Load = load_afresh) -> ExportRe
                 ref=request.ref,
                 average=request.average,
                 allow_network=request.allow_network,
+                merge_into=request.merge_into,
             )
         )
         draft = Draft(request.out, is_directory=True, overwrite=request.overwrite)

@@ -27,12 +27,15 @@ from export.package_tokenizer import (
     tokenizer_of_store,
     with_chat_template,
 )
-from export.package_weights import Weights
+from export.package_weights import PACKED, Weights
 from trainer.errors import InputError
 
 # Configuration, card and manifest; the tokenizer is counted apart.
 SMALL_FILES_BYTES = 1 << 20
 MANIFEST_BYTES_A_TENSOR = 1 << 10
+MERGED_INTO_PACKED = (
+    "the adapters are merged into the base as it was packed in nf4, which they were trained on"
+)
 NO_TOKENIZER = "neither the store nor --tokenizer DIR gave a tokenizer, so the package has none"
 
 
@@ -53,6 +56,7 @@ class ExportRequest:
     allow_padded_vocabulary: bool = False
     allow_network: bool = False
     merge: bool = False
+    merge_into: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +97,8 @@ def make_plan(request: ExportRequest, weights: Weights) -> ExportPlan:
     notes = tokenizer.notes if tokenizer is not None else ()
     if tokenizer is None:
         notes = (NO_TOKENIZER,)
+    if weights.merged_into == PACKED:
+        notes = (*notes, MERGED_INTO_PACKED)
     return ExportPlan(
         tensors=tensors,
         files=split_into_files(tensors, request.max_file_bytes),

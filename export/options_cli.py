@@ -18,6 +18,10 @@ Tokenizer: TypeAlias = Annotated[
 Average: TypeAlias = Annotated[
     str | None, typer.Option(help="REF,REF…: the mean of these commits' weights.")
 ]
+MergeInto: TypeAlias = Annotated[
+    str | None,
+    typer.Option(help="packed or imported: the base of adapters that were trained over nf4."),
+]
 AllowPaddedVocabulary: TypeAlias = Annotated[
     bool, typer.Option(help="The model may have more ids than the tokenizer.")
 ]

@@ -58,6 +58,7 @@ def write_manifest(
             ],
             "mean_of_commits": len(weights.commits) > 1,
             "dtype": TORCH_NAMES[plan.dtype],
+            "merged_into": weights.merged_into,
             "weights_rounded_to_zero": plan.rounding.to_zero,
             "check": check.to_json(),
             "files": files,

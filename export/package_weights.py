@@ -2,8 +2,8 @@
 
 Owns opening the commits that a command names and the check that they are of one model. Knows
 nothing of package formats. Where a commit has adapters beside a frozen base, what is read is the
-base with the adapters merged in. Invariant: nothing of a shard is kept here after the caller let
-go.
+base with the adapters merged in: beside a packed base, the unpacked weights that they were trained
+on, or those that were imported. Invariant: nothing of a shard is kept here after the caller let go.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ from trainer.errors import InputError
 from trainer.model.adapter_settings import LoraSettings
 from trainer.model.adapters import adapter_shard, adapters_of, with_adapters
 from trainer.model.config import ModelConfig
+from trainer.model.packed import packed_shard, unpacked
 from trainer.model.stored import read_model
 
 # Objects are mapped, not cached; only packed ones are unpacked into memory.
 CACHE_BYTES = 1 << 26
+PACKED, IMPORTED = "packed", "imported"
+BASES = (PACKED, IMPORTED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +40,15 @@ class Weights:
     model: ModelConfig
     source: SourcePackage | None
     adapters: tuple[LoraSettings | None, ...]
+    merges_packed: bool = True
+
+    @property
+    def merged_into(self) -> str | None:
+        """Name the base that adapters are merged into; None where there are none."""
+        if not any(self.adapters):
+            return None
+        is_packed = any(lora is not None and lora.base_quant != "none" for lora in self.adapters)
+        return PACKED if is_packed and self.merges_packed else IMPORTED
 
     @property
     def commits(self) -> tuple[Commit, ...]:
@@ -56,7 +68,8 @@ class Weights:
     def read(self, shard: str) -> Mapping[str, Tensor]:
         """Give the shard's tensors; the store's own memory where it is one commit."""
         each = [
-            _read(view, shard, lora) for view, lora in zip(self.views, self.adapters, strict=True)
+            _read(view, shard, lora, self._packed_of(view, shard))
+            for view, lora in zip(self.views, self.adapters, strict=True)
         ]
         if len(each) == 1:
             return each[0]
@@ -70,15 +83,23 @@ class Weights:
         """Give the digests of the objects that a shard's values came from."""
         found = []
         for view in self.views:
-            found.append(view.commit.shards[shard].digest)
+            found.append(view.commit.shards[self._packed_of(view, shard) or shard].digest)
             if beside := adapter_shard(view.names(), shard):
                 found.append(view.commit.shards[beside].digest)
         return found
 
+    def _packed_of(self, view: ReadView, shard: str) -> str | None:
+        """Give the packed shard that is read in a shard's place, where one is."""
+        return packed_shard(view.names(), shard) if self.merges_packed else None
 
-def _read(view: ReadView, shard: str, lora: LoraSettings | None) -> Mapping[str, Tensor]:
+
+def _read(
+    view: ReadView, shard: str, lora: LoraSettings | None, packed: str | None
+) -> Mapping[str, Tensor]:
     """Read a shard; adapters beside it are merged in."""
-    weights = torch_adaptor.tensors(view.read(shard))
+    weights: Mapping[str, Tensor] = torch_adaptor.tensors(view.read(shard))
+    if packed is not None:
+        weights = unpacked(torch_adaptor.tensors(view.read(packed)), weights)
     beside = adapter_shard(view.names(), shard)
     if lora is None or beside is None:
         return weights
@@ -87,9 +108,20 @@ def _read(view: ReadView, shard: str, lora: LoraSettings | None) -> Mapping[str,
 
 @contextmanager
 def open_weights(
-    path: str, *, ref: str | None, average: Sequence[str] = (), allow_network: bool = False
+    path: str,
+    *,
+    ref: str | None,
+    average: Sequence[str] = (),
+    allow_network: bool = False,
+    merge_into: str | None = None,
 ) -> Iterator[Weights]:
-    """Lease the commits for a block; NotFoundError or InputError where a name means nothing."""
+    """Lease the commits for a block; NotFoundError or InputError where a name means nothing.
+
+    merge_into: `packed` or `imported`, what adapters beside a packed base are merged into; None is
+    `packed` where there is such a base.
+    """
+    if merge_into not in (None, *BASES):
+        raise InputError(f"--merge-into is {merge_into!r}: choose from {', '.join(BASES)}")
     if average and ref is not None:
         raise InputError("--average names the commits itself: leave out --ref")
     if len(average) == 1:
@@ -108,10 +140,18 @@ def open_weights(
                     f"--average: {name} is of another model than {refs[-1]}: the mean of different"
                     " geometries is none"
                 )
+        adapters = tuple(adapters_of(view) for view in views)
+        if merge_into is not None and not any(adapters):
+            raise InputError("--merge-into: there are no adapters to merge: leave it out")
+        if merge_into == PACKED and not any(
+            a is not None and a.base_quant != "none" for a in adapters
+        ):
+            raise InputError("--merge-into packed: the base was not packed: leave it out")
         yield Weights(
             store=store,
             views=views,
             model=models[-1],
             source=sources[-1],
-            adapters=tuple(adapters_of(view) for view in views),
+            adapters=adapters,
+            merges_packed=merge_into != IMPORTED,
         )

@@ -1,0 +1,69 @@
+"""A frozen base in four bits as whoever merges adapters reads it: unpacked, a block at a time.
+
+Owns that reading; `trainer.lora.nf4` has the format and makes it. Knows nothing of packages. The
+values are exact, in fp32; training multiplied with them rounded to the dtype that computes. Needs
+`bitsandbytes` (extra `nf4`); InputError says so where it is missing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Container, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.errors import InputError
+
+PREFIX, MARK = "nf4/", ".nf4"
+BLOCK_VALUES, NESTED_VALUES = 64, 256
+
+
+def packed_shard(shards: Container[str], shard: str) -> str | None:
+    """Give the shard in the place of `params/<stage>`, where a commit has one that is packed."""
+    kind, _, stage = shard.partition("/")
+    return PREFIX + stage if kind == "params" and PREFIX + stage in shards else None
+
+
+def unpacked(packed: Mapping[str, Tensor], imported: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Give a block's weights: matrices from their packed form in fp32, all else as imported."""
+    library = _library()
+    found = {}
+    for name, tensor in imported.items():
+        key = name + MARK
+        if key not in packed:
+            found[name] = tensor
+            continue
+        state = _state(library, key, tensor.shape, packed)
+        found[name] = library.dequantize_4bit(packed[key], state)
+    return found
+
+
+def _state(library: Any, key: str, shape: torch.Size, packed: Mapping[str, Tensor]) -> Any:
+    nested = library.QuantState(
+        absmax=packed[key + "_nested"],
+        code=library.create_dynamic_map(),
+        blocksize=NESTED_VALUES,
+        dtype=torch.float32,
+    )
+    return library.QuantState(
+        absmax=packed[key + "_absmax"],
+        shape=shape,
+        code=library.get_4bit_type("nf4", device="cpu"),
+        blocksize=BLOCK_VALUES,
+        quant_type="nf4",
+        dtype=torch.float32,
+        offset=packed[key + "_offset"].reshape(()),
+        state2=nested,
+    )
+
+
+def _library() -> Any:
+    try:
+        return importlib.import_module("bitsandbytes.functional")
+    except ImportError as error:
+        raise InputError(
+            f"the base of these adapters is in nf4, which takes bitsandbytes ({error}): pip install"
+            " 'shardb[nf4]', or give --merge-into imported"
+        ) from error
