@@ -1,8 +1,9 @@
 """Passes recorded once and done again: one call in the place of a hundred.
 
 Owns the recordings and their fixed buffers. Every block computes with the same addresses (the cast
-weights, an input, a gradient), so one recording of each pass serves all of them. The head has one
-for each slot that its gradients are summed in. Knows nothing of the order of stages. Where nothing
+weights, an input, a gradient), so one recording of each pass serves all of them. The last norm has
+its own: what it uses inside is then memory that blocks use too. The head has one for each slot that
+its gradients are summed in. Knows nothing of the order of stages. Where nothing
 can be recorded (on the host) passes are computed as they are; both ways give the same bits, because
 they are the same kernels.
 """
@@ -18,7 +19,7 @@ from torch import Tensor
 from trainer.device_lanes import Lanes
 from trainer.gradients import PlacedSum
 from trainer.head import batch_backward
-from trainer.model.stages import Block, Stage
+from trainer.model.stages import Block, FinalNorm, Stage
 from trainer.tape import Compute
 
 # Slots, with and without terms, for a few numbers of valid tokens; others are computed as they are.
@@ -190,9 +191,9 @@ class Passes:
     def _of(
         self, compute: Compute, stage: Stage, weights: Mapping[str, Tensor], x: Tensor
     ) -> _Recorded | None:
-        if not isinstance(stage, Block):
+        if not isinstance(stage, Block | FinalNorm):
             return None
-        key = (stage.config, x.shape, x.dtype)
+        key = (type(stage), stage.config, x.shape, x.dtype)
         if key not in self._recorded:
             if not self.may_record:
                 return None
@@ -203,13 +204,17 @@ class Passes:
         self, compute: Compute, stage: Stage, weights: Mapping[str, Tensor], x: Tensor
     ) -> _Recorded | None:
         fixed, gradient = self._buffers(x)
+        # What a copy more costs does not count once a step, but lasting results of its own would.
+        leaves_nothing = isinstance(stage, FinalNorm)
 
         def forward() -> Tensor:
             with torch.no_grad():
-                return compute.run(stage, weights, fixed)
+                output = compute.run(stage, weights, fixed)
+            return gradient.copy_(output) if leaves_nothing else output
 
         def backward() -> tuple[Tensor, ...]:
-            return _found(compute, stage, weights, fixed, gradient)
+            found = _found(compute, stage, weights, fixed, gradient)
+            return (*found[:-1], gradient.copy_(found[-1])) if leaves_nothing else found
 
         first = self._lanes.capture(forward)
         second = self._lanes.capture(backward)

@@ -52,6 +52,7 @@ T = TypeVar("T")
 # too, and again because it is clipped.
 CLIPPED = (False, False, True)
 RECORDING = "recording"
+COMPILED_PHASES = ("forward block", "backward block")
 # A recorded block that is compiled uses at most so much of what PyTorch's own kernels would: on an
 # H200 between 0.55 and 0.714, by what room a budget was found to leave beside it.
 COMPILED_SHARE = 0.75
@@ -210,8 +211,8 @@ class _WalkedLanes(HostLanes):
         with self._memory.phase(RECORDING):
             result = work()
         inside = peaks[RECORDING] - self._memory.live_bytes
-        # The head is never compiled.
-        share = self._block_share if outer.startswith(("forward", "backward")) else 1.0
+        # Blocks alone are compiled.
+        share = self._block_share if outer in COMPILED_PHASES else 1.0
         self.captured_bytes = max(self.captured_bytes, int(share * inside))
         peaks[RECORDING] = max(highest, peaks[RECORDING])
         assert self._memory.live_bytes >= before
