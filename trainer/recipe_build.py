@@ -83,6 +83,7 @@ class DataFacts:
     seq_len: int
     digest: str
     end_of_text_id: int | None
+    records_apart: bool = False
 
 
 def check_given(given: Given) -> list[str]:
@@ -189,6 +190,7 @@ def new_run(
         | {
             "model": model or new_model(given, data.end_of_text_id),
             "data_digest": data.digest,
+            "records_apart": data.records_apart,
             "seq_len": data.seq_len,
             "seed": given.get("seed", 0),
             "device": device,
@@ -236,8 +238,9 @@ def _lora_given(given: Given) -> dict[str, Any]:
         chosen["lora_targets"] = tuple(
             part.strip() for part in chosen["lora_targets"].split(",") if part.strip()
         )
-    # Recorded blocks are those of whole weights.
-    return chosen | ({"compile_blocks": False} if chosen.get("lora_rank") else {})
+    if chosen.get("lora_rank"):  # compiled only where that is asked for
+        chosen["compile_blocks"] = bool(given.get("compile_blocks"))
+    return chosen
 
 
 def _training_given(given: Given) -> dict[str, Any]:

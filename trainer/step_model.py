@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainer.device import Device
-from trainer.model.compiled import CompiledBlocks
+from trainer.model.compiled import Blocks
 from trainer.model.stages import Stage
 from trainer.optimizers.rule import UpdateRule
 from trainer.options import EngineOptions
@@ -30,7 +30,7 @@ class StepModel:
     optimizer: UpdateRule
     device: Device
     places: ActivationPlaces
-    blocks: CompiledBlocks | None = None
+    blocks: Blocks | None = None
 
     def compute(self, clock: StepClock) -> Compute:
         """Give where and how stages run, timed by `clock`."""

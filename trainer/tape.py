@@ -17,9 +17,9 @@ from torch import Tensor
 
 from trainer.device import Device
 from trainer.gradients import GradientSum
-from trainer.model.compiled import CompiledBlocks
-from trainer.model.micro_batch import MicroBatch
-from trainer.model.stages import Block, Stage
+from trainer.model.compiled import Blocks
+from trainer.model.micro_batch import Documents, MicroBatch, micro_batches
+from trainer.model.stages import Stage
 from trainer.placement import Boundary, BoundaryMaker
 from trainer.timing import StepClock
 
@@ -37,7 +37,7 @@ class Compute:
     dtype: torch.dtype
     clock: StepClock
     new_boundary: BoundaryMaker = list
-    blocks: CompiledBlocks | None = None
+    blocks: Blocks | None = None
     batches: Sequence[MicroBatch] = ()
     tracks: bool = False
 
@@ -48,15 +48,18 @@ class Compute:
         if self.batches:
             assert index is not None, "there is something to know of each micro-batch"
             return stage.forward_of(self.batches[index], params, x).to(self.dtype)
-        if self.blocks is not None and isinstance(stage, Block):
+        if self.blocks is not None and self.blocks.takes(stage):
             return self.blocks.run(stage, params, x).to(self.dtype)
         return stage.forward(params, x).to(self.dtype)
 
-    def knowing(self, drop_keys: Sequence[str | None]) -> Compute:
-        """Give the same for a step's micro-batches, one key of dropout each."""
-        if not any(drop_keys):
-            return self
-        return replace(self, batches=[MicroBatch(drop_key=key) for key in drop_keys])
+    def knowing(
+        self,
+        drop_keys: Sequence[str | None] = (),
+        *,
+        documents: Sequence[Documents | None] = (),
+    ) -> Compute:
+        """Give the same for a step's micro-batches: one key of dropout each, one set of records."""
+        return replace(self, batches=micro_batches(self.batches, drop_keys, documents))
 
 
 class Tape(Protocol):

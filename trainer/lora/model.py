@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from trainer.lora import nf4
+from trainer.lora.compiled import CompiledAdapted
 from trainer.lora.feeding import DeviceBase
 from trainer.lora.slots import SlotPool, placed_bytes
 from trainer.lora.stages import AdaptedStage, adapted
@@ -46,8 +47,9 @@ class AdaptedModel:
         check_targets(model.trunk, lora)
         trunk = [adapted(stage, lora) for stage in model.trunk]
         head = adapted(model.head, lora)
+        blocks = CompiledAdapted() if model.options.compile_blocks else None
         return cls(
-            step=replace(model, trunk=trunk, head=head, blocks=None),
+            step=replace(model, trunk=trunk, head=head, blocks=blocks),
             trunk=trunk,
             head=head,
             pool=slot_pool(model, trunk, poison=poison),

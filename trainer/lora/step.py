@@ -61,6 +61,7 @@ class AdapterPass(GradientPass):
             GradientOverflowError: a gradient is not finite, and the loss was scaled.
         """
         model, clock = self._adapted, self._compute.clock
+        self._compute = self._compute.knowing(documents=[batch.documents for batch in batches])
         tapes = self._forward([batch.ids for batch in batches])
         with self._visits.visit(model.head):
             gradients = self._head({}, tapes, batches).hidden

@@ -6,13 +6,18 @@ Owns the names. Knows nothing of values or stores.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 
 from shardb import TensorSpec
 from trainer.errors import InputError
 from trainer.model.adapter_settings import ALL_LINEAR, LoraSettings
 from trainer.model.stages import Parameter, Stage
 
+# They are asked for many times a step; what is given must not be changed.
+KNOWN_STAGES = 1024
 
+
+@lru_cache(maxsize=KNOWN_STAGES)
 def linear_modules(stage: Stage) -> dict[str, tuple[int, ...]]:
     """Give the modules of a block that multiply by a matrix, and the matrices' shapes."""
     if not stage.name.startswith("block_"):
@@ -24,6 +29,7 @@ def linear_modules(stage: Stage) -> dict[str, tuple[int, ...]]:
     }
 
 
+@lru_cache(maxsize=KNOWN_STAGES)
 def adapter_parameters(stage: Stage, lora: LoraSettings) -> dict[str, Parameter]:
     """Give a stage's adapters, in the order of the weights they belong to: A [r, in], B [out, r].
 

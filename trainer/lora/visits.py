@@ -140,7 +140,7 @@ class AdaptedEvaluator:
         """Score ids [B, T]: [B, T, V] in the compute dtype; only the last position if asked."""
         views = read_adapters(self._model, reader)
         with self._open(reader) as visits, torch.no_grad():
-            [hidden] = self._passed(views, visits, [ids])
+            [hidden] = self._passed(views, visits, [ids], self._compute)
             with visits.visit(self._model.head):
                 return self._model.head.forward({}, hidden[:, -1:] if last_only else hidden)
 
@@ -148,25 +148,30 @@ class AdaptedEvaluator:
         head, chunk = self._model.head, self._model.step.options.lm_head_chunk_tokens
         views = read_adapters(self._model, reader)
         with self._open(reader) as visits, torch.no_grad():
-            hidden = self._passed(views, visits, [batch.ids for batch in group])
+            compute = self._compute.knowing(documents=[batch.documents for batch in group])
+            hidden = self._passed(views, visits, [batch.ids for batch in group], compute)
             labels = [batch.labels for batch in group]
             with visits.visit(head):
                 return float(head_loss_sum(head, {}, hidden, labels, chunk_tokens=chunk))
 
     def _passed(
-        self, views: Mapping[str, ShardView], visits: Visits, ids: Sequence[Tensor]
+        self,
+        views: Mapping[str, ShardView],
+        visits: Visits,
+        ids: Sequence[Tensor],
+        compute: Compute,
     ) -> Boundary:
         """Pass every batch through every stage and keep nothing; give the last one's outputs."""
         adapters = brought(self._model, views)
-        outputs = self._compute.new_boundary()
+        outputs = compute.new_boundary()
         for stage in self._model.trunk:
             params = adapters.get(stage.name, {})
             with visits.visit(stage):
                 for index, each in enumerate(ids):
                     if index == len(outputs):
-                        outputs.append(self._compute.run(stage, params, each))
+                        outputs.append(compute.run(stage, params, each, index))
                     else:
-                        outputs[index] = self._compute.run(stage, params, outputs[index])
+                        outputs[index] = compute.run(stage, params, outputs[index], index)
         return outputs
 
     def _open(self, reader: ShardReader) -> Visits:

@@ -27,7 +27,7 @@ from trainer.lora.stages import AdaptedStage, adapted
 from trainer.lora.targets import linear_modules
 from trainer.model import layers
 from trainer.model.adapter_settings import LoraSettings
-from trainer.model.micro_batch import drop_keys
+from trainer.model.micro_batch import drop_keys, stand_ins
 from trainer.model.stages import build_head, build_trunk
 from trainer.step_walk import kind_of
 from trainer.tape import Compute, ReplayTape, Tape
@@ -116,6 +116,9 @@ class _AdapterWalk:
 
     def step(self, ids: Sequence[Tensor]) -> None:
         """Walk through a step on ids [B, T], one a micro-batch."""
+        if self._shape.options.records_apart:
+            on_host = bool(self._shape.model.hf_config)
+            self._compute = self._compute.knowing(documents=stand_ins(ids, on_host=on_host))
         count = 1 if self._is_host else 2
         self._slots = [_memory(self.slot_bytes) for _ in range(count)]
         adapters = self._adapters()

@@ -10,31 +10,50 @@ differently, and then a replay would not see what the forward pass had seen.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from trainer.errors import InputError
 from trainer.model.config import ModelConfig
-from trainer.model.stages import Block
+from trainer.model.stages import Block, Stage
 
 Compiled = Callable[[list[Tensor], Tensor, Tensor, Tensor], Tensor]
+F = TypeVar("F", bound=Callable[..., Tensor])
 REMEDY = "give --no-compile-blocks to use PyTorch's own kernels"
 
 
-class CompiledBlocks:
+class Blocks(Protocol):
+    """Runs some kinds of stages in another way than by their own `forward`."""
+
+    def takes(self, stage: Stage) -> bool:
+        """Say whether a stage is one of them."""
+        ...
+
+    def run(self, stage: Stage, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """Compute a stage's output, with its history where gradients are wanted."""
+        ...
+
+
+class CompiledBlocks(Blocks):
     """Runs blocks through functions that are compiled at their first use."""
 
     def __init__(self) -> None:
         self._functions: dict[ModelConfig, Compiled] = {}
 
-    def run(self, block: Block, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    def takes(self, stage: Stage) -> bool:
+        """Say whether a stage runs compiled."""
+        return isinstance(stage, Block)
+
+    def run(self, stage: Stage, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Compute a block's output, with its history where gradients are wanted.
 
         Raises:
             InputError: this machine cannot compile (no C compiler, no Triton).
         """
+        assert isinstance(stage, Block)
+        block = stage
         function = self._functions.get(block.config)
         if function is None:
             function = self._functions[block.config] = _compiled(block.config)
@@ -44,9 +63,7 @@ class CompiledBlocks:
             with torch.enable_grad():
                 output = function(leaves, _leaf(x), cos_TK, sin_TK)
         except torch._dynamo.exc.TorchDynamoException as error:
-            raise InputError(
-                f"blocks cannot be compiled here: {_first(error)}; {REMEDY}"
-            ) from error
+            raise refused(error) from error
         return output if torch.is_grad_enabled() else output.detach()
 
 
@@ -58,8 +75,17 @@ def _compiled(config: ModelConfig) -> Compiled:
         params = dict(zip(names, leaves, strict=True))
         return block.forward_turned(params, x, (cos_TK, sin_TK))
 
-    function: Compiled = torch.compile(forward, fullgraph=True, dynamic=False, options=_options())
-    return function
+    return compiled(forward)
+
+
+def compiled(forward: F) -> F:
+    """Compile a function of tensors, for the shapes that it is called with."""
+    return cast(F, torch.compile(forward, fullgraph=True, dynamic=False, options=_options()))
+
+
+def refused(error: BaseException) -> InputError:
+    """Give what to tell who cannot compile."""
+    return InputError(f"blocks cannot be compiled here: {_first(error)}; {REMEDY}")
 
 
 def _options() -> dict[str, Any]:

@@ -11,7 +11,9 @@ the same bits. Knows nothing of stages, shards or autograd modes.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,9 +33,26 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x.float(), width, None, eps).to(x.dtype) * weight
 
 
-def swiglu(x_BTD: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> Tensor:
+class AdaptedWeight(NamedTuple):
+    """A matrix in the place of a weight, and what makes its product with x into the module's."""
+
+    matrix: Tensor
+    added_to: Callable[[Tensor, Tensor], Tensor]
+
+
+Weight = Tensor | AdaptedWeight
+
+
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """Compute x W^T + b, and what is added to it where a weight has more to it than a matrix."""
+    if isinstance(weight, Tensor):
+        return F.linear(x, weight, bias)
+    return weight.added_to(F.linear(x, weight.matrix, bias), x)
+
+
+def swiglu(x_BTD: Tensor, gate_FD: Weight, up_FD: Weight, down_DF: Weight) -> Tensor:
     """Compute down(silu(gate(x)) * up(x))."""
-    return F.linear(F.silu(F.linear(x_BTD, gate_FD)) * F.linear(x_BTD, up_FD), down_DF)
+    return linear(F.silu(linear(x_BTD, gate_FD)) * linear(x_BTD, up_FD), down_DF)
 
 
 def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
@@ -83,9 +102,22 @@ def stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     return torch.where(between, mixed, outer)
 
 
-def causal_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
-    """Attend to the past with scale 1/sqrt(K); query head h reads key head h // (H / G)."""
+def causal_attention(
+    q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask: Tensor | None = None
+) -> Tensor:
+    """Attend to the past with scale 1/sqrt(K); query head h reads key head h // (H / G).
+
+    mask: added to scores instead, [B, 1, T, T].
+    """
     grouped = q_BHTK.shape[1] != k_BGTK.shape[1]
+    if mask is not None:
+        if grouped and q_BHTK.device.type != "cpu":  # no fused kernel has both
+            times = q_BHTK.shape[1] // k_BGTK.shape[1]
+            k_BGTK, v_BGTK = (each.repeat_interleave(times, 1) for each in (k_BGTK, v_BGTK))
+            grouped = False
+        return F.scaled_dot_product_attention(
+            q_BHTK, k_BGTK, v_BGTK, attn_mask=mask, enable_gqa=grouped
+        )
     return F.scaled_dot_product_attention(
         q_BHTK, k_BGTK, v_BGTK, is_causal=True, enable_gqa=grouped
     )

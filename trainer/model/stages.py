@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardb import TensorSpec
+from trainer.errors import InputError
 from trainer.model import layers
 from trainer.model.config import ModelConfig
 from trainer.model.micro_batch import MicroBatch
@@ -115,6 +116,15 @@ class Block(Stage):
     def forward(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
         return self.forward_turned(params, x, self.angles(x))
 
+    def forward_of(self, batch: MicroBatch, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        documents = batch.documents
+        if documents is None:
+            return self.forward(params, x)
+        positions_BT = documents.positions_BT.to(x.device)
+        cos_B1TK, sin_B1TK = (table[positions_BT][:, None] for table in self.angles(x))
+        mask = documents.mask(x.dtype, x.device)
+        return self.forward_turned(params, x, (cos_B1TK, sin_B1TK), mask)
+
     def angles(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """Give the rotary tables [T, K] for an input of this shape and dtype."""
         config = self.config
@@ -128,12 +138,19 @@ class Block(Stage):
         )
 
     def forward_turned(
-        self, params: Mapping[str, Tensor], x: Tensor, angles: tuple[Tensor, Tensor]
+        self,
+        params: Mapping[str, Tensor],
+        x: Tensor,
+        angles: tuple[Tensor, Tensor],
+        mask: Tensor | None = None,
     ) -> Tensor:
-        """Compute `forward` with given rotary tables: arithmetic on tensors alone."""
+        """Compute `forward` with given rotary tables: arithmetic on tensors alone.
+
+        mask: what is added to attention's scores in the place of the causal mask, [B, 1, T, T].
+        """
         eps = self.config.rms_norm_eps
         normed = layers.rms_norm(x, params["input_layernorm.weight"], eps)
-        x = x + self._attention(params, normed, angles)
+        x = x + self._attention(params, normed, angles, mask)
         return x + layers.swiglu(
             layers.rms_norm(x, params["post_attention_layernorm.weight"], eps),
             params["mlp.gate_proj.weight"],
@@ -158,21 +175,24 @@ class Block(Stage):
         return found
 
     def _attention(
-        self, params: Mapping[str, Tensor], x_BTD: Tensor, angles: tuple[Tensor, Tensor]
+        self,
+        params: Mapping[str, Tensor],
+        x_BTD: Tensor,
+        angles: tuple[Tensor, Tensor],
+        mask: Tensor | None,
     ) -> Tensor:
         q_BHTK, k_BGTK, v_BGTK = (self._heads(params, letter, x_BTD) for letter in "qkv")
         cos_TK, sin_TK = angles
-        mixed_BHTK = layers.causal_attention(
-            layers.rotate(q_BHTK, cos_TK, sin_TK), layers.rotate(k_BGTK, cos_TK, sin_TK), v_BGTK
-        )
-        return F.linear(
+        turned = (layers.rotate(each, cos_TK, sin_TK) for each in (q_BHTK, k_BGTK))
+        mixed_BHTK = layers.causal_attention(*turned, v_BGTK, mask)
+        return layers.linear(
             layers.merge_heads(mixed_BHTK),
             params["self_attn.o_proj.weight"],
             params.get("self_attn.o_proj.bias"),
         )
 
     def _heads(self, params: Mapping[str, Tensor], letter: str, x_BTD: Tensor) -> Tensor:
-        projected = F.linear(
+        projected = layers.linear(
             x_BTD,
             params[f"self_attn.{letter}_proj.weight"],
             params.get(f"self_attn.{letter}_proj.bias"),
@@ -240,6 +260,21 @@ def build_stages(config: ModelConfig) -> list[Stage]:
     """Give every stage that owns shards, in forward order: a tied head owns none."""
     trunk = build_trunk(config)
     return trunk if config.tied_embeddings else [*trunk, build_head(config)]
+
+
+def check_keeps_apart(config: ModelConfig) -> None:
+    """Refuse a model whose layers let records that share a row see each other."""
+    if not config.hf_config:
+        return
+    from trainer.model.hf_family import hf_model
+
+    model = hf_model(config.hf_config)
+    if not model.keeps_apart():
+        raise InputError(
+            f"the layers of {model.config.model_type}, as this version of transformers has them,"
+            " do not keep apart records that share a row: prepare the data again without --pack,"
+            " or with --attend-across"
+        )
 
 
 def parameter_count(config: ModelConfig) -> int:
