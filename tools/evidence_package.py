@@ -38,13 +38,13 @@ TOP_P = 0.95
 BATCH_ROWS = 16
 
 
-def held_out(data: Path) -> Iterator[tuple[str, NDArray[np.int64]]]:
-    """Give every held-out text's rows by name, first all those that the run was validated on."""
+def held_out(data: Path, batch_rows: int) -> Iterator[tuple[str, NDArray[np.int64]]]:
+    """Give every held-out text's rows by name, first the whole batches that the run measured."""
     facts = json.loads((data / FACTS_NAME).read_text())
     for folder in ("val", "other"):
         rows = read_rows(data / folder).astype(np.int64)
         if folder == "val":
-            yield "val", rows
+            yield "val", rows[: len(rows) // batch_rows * batch_rows]
         for name, (first, last) in facts[folder].items():
             yield name, rows[first:last]
 
@@ -75,12 +75,12 @@ def loss_of(model: Any, rows: NDArray[np.int64], device: str) -> float:
     return total / rows[:, 1:].size
 
 
-def losses(model: Any, data: Path, device: str, dtype: str, limit: int) -> Iterator[dict[str, Any]]:
+def losses(model: Any, dtype: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Give each text's loss in nats a token and bits a byte, beside its unigram entropy."""
-    sizes = byte_counts(data / "tokenizer.json")
-    for name, rows in held_out(data):
-        chosen = rows[:limit]
-        nats = loss_of(model, chosen, device)
+    sizes = byte_counts(given.data / "tokenizer.json")
+    for name, rows in held_out(given.data, given.batch_rows):
+        chosen = rows[: given.rows]
+        nats = loss_of(model, chosen, given.device)
         targets = chosen[:, 1:]
         yield {
             "kind": "loss",
@@ -122,6 +122,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--package", type=Path, required=True)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--batch-rows", type=int, default=1, help="of the run's validation")
     parser.add_argument("--rows", type=int, default=1 << 30, help="rows of each text at most")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args(words)
@@ -131,7 +132,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 given.package, dtype=getattr(torch, dtype)
             ).to(given.device)
             model.eval()
-            for line in losses(model, given.data, given.device, dtype, given.rows):
+            for line in losses(model, dtype, given):
                 out.write(json.dumps(line) + "\n")
             if dtype == "float32":
                 for line in samples(model, given.package, given.device):

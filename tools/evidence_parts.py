@@ -89,6 +89,7 @@ def package(place: Place, scale: Scale, limit: float) -> None:
     found = place.disk / "package.jsonl"
     words = ["tools.evidence_package", "--package", str(out), "--data", str(place.data)]
     words += ["--device", scale.device, "--out", str(found)]
+    words += ["--batch-rows", str(main_arm(scale).flags["micro-batch-size"])]
     words += ["--rows", "2"] if scale.is_tiny else []
     code = run_tool(words, place, "transformers", ends_at - time.monotonic())
     _copy(found, place, "ended", exit_code=code, said=output_of(place, "transformers")[-600:])
@@ -164,7 +165,7 @@ def memory(place: Place, scale: Scale, limit: float) -> None:
     words = ["tools.evidence_memory", "--out", str(found), "--data", str(place.data)]
     words += ["--memory", str(place.memory), "--device", scale.device]
     words += ["--limit-seconds", str(min(limit, place.seconds_left()) - 15)]
-    words += ["--caps", "0", "--rows-max", "2"] if scale.is_tiny else []
+    words += ["--caps", "0", "--tiny"] if scale.is_tiny else []
     code = run_tool(words, place, "memory", limit)
     _copy(found, place, "ended", exit_code=code, said=output_of(place, "memory")[-600:])
 
@@ -187,7 +188,8 @@ def _arms_at_once(arms: Sequence[Arm], place: Place, limit: float, count: int) -
 
 def _without_settings(given: Mapping[str, object]) -> dict[str, object]:
     """Leave out what a resident run has no use for."""
-    idle = {"validate_every", "max_validation_batches", "snapshot_best", "durable_every"}
+    idle = {"validate_every", "max_validation_batches", "validation_whole_batches"}
+    idle |= {"snapshot_best", "durable_every"}
     return {name: value for name, value in given.items() if name not in idle}
 
 

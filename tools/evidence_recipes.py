@@ -32,6 +32,8 @@ COMMON: Flags = {
     "gradient-accumulation-steps": 1,
     "lm-head-chunk-tokens": 4096,
     "max-validation-batches": 1000,
+    # A last batch of fewer rows would be compiled for itself.
+    "validation-whole-batches": True,
 }
 ROW_TOKENS = 512
 PEAK_RATE = 1.5e-3
@@ -61,6 +63,7 @@ SOURCE_V25: Flags = {
     "max-pending-shard-writes": 8,
     "validate-every": 100,
     "max-validation-batches": 50,
+    "validation-whole-batches": True,
 }
 GUARDS: Mapping[str, Flags] = {
     "loose": {"guard-replay-loss-tolerance": 0.1, "guard-replay-loss-tolerance-ratio": 0.01},

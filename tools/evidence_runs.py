@@ -120,12 +120,13 @@ def record_run(arm: Arm, place: Place, code: int, seconds: float) -> None:
 
 
 def record_commits(arm: Arm, place: Place) -> None:
-    """Record one digest of all shards for each step in the log of the run's active store."""
+    """Record one digest of all weights and moments for each step in the log of the active store."""
     if not step_lines(place.store(arm.name)):
         return
     digests = {}
     for step, shards in committed_shards(place.active(arm.name)):
-        whole = hashlib.sha256(json.dumps(shards, sort_keys=True).encode())
+        trained = {name: shards[name] for name in sorted(shards) if name.startswith(COMPARED)}
+        whole = hashlib.sha256(json.dumps(trained).encode())
         digests[step] = whole.hexdigest()[:16]
     steps = sorted(digests)
     for first in range(0, len(steps), 500):

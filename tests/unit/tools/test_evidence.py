@@ -237,11 +237,11 @@ def test_a_run_that_takes_too_long_is_ended_and_read(tmp_path: Path) -> None:
 
 
 def test_the_largest_size_is_found() -> None:
-    limits = Limits(device="cpu", ends_at=time.monotonic() + 60)
-    good, bad = largest(lambda size: size <= 100, 4, 512, limits)
+    limits = Limits(device="cpu", ends_at=time.monotonic() + 60, rows_max=512)
+    good, bad = largest(lambda size: size <= 100, 4, limits)
     assert good <= 100 < bad <= good * 9 // 8 + 1
-    assert largest(lambda size: size > 0, 4, 512, limits) == (512, 0)
-    assert largest(lambda size: size < 3, 4, 512, limits)[0] == 2
+    assert largest(lambda size: size > 0, 4, limits) == (512, 0)
+    assert largest(lambda size: size < 3, 4, limits)[0] == 2
 
 
 def test_an_unknown_part_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
