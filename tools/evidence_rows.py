@@ -159,7 +159,8 @@ def overlap(data: Path) -> dict[str, Any]:
     """
     manifest = _manifest(data)
     train = np.unique(_hashes(stream_of(read_rows(data / "train"))))
-    stream = stream_of(read_rows(data / "val"))
+    held = read_rows(data / "val")
+    stream = stream_of(held)
     at = np.searchsorted(train, hashes := _hashes(stream))
     is_known = train[np.minimum(at, len(train) - 1)] == hashes
     seen = np.zeros(len(stream), bool)
@@ -167,8 +168,13 @@ def overlap(data: Path) -> dict[str, Any]:
         seen[start : start + len(is_known)] |= is_known
     ends = np.flatnonzero(stream == manifest.end_of_text_id)
     shares = [float(part.mean()) for part in np.split(seen, ends + 1) if len(part)]
+    places = corpora(manifest, held, "val-text")
     return {
         "validation_tokens": len(stream),
+        "seen_by_corpus": {
+            name: float(seen[first * manifest.seq_len : last * manifest.seq_len].mean())
+            for name, (first, last) in places.items()
+        },
         "seen_share": float(seen.mean()),
         "documents": len(shares),
         "documents_above_half_seen": sum(share > 0.5 for share in shares),
