@@ -69,18 +69,15 @@ def _in_objects(
     names = view.names.get("objects", [])
     for name in names:
         image, pack = OBJECT_NAME.match(name), PACK_NAME.match(name)
-        if image is None and pack is None:
+        match = image or pack
+        if match is None:
             yield _leftover(view, _partial_or_foreign(name), f"objects/{name}")
         elif needed is None:
             continue
-        elif pack is not None:
-            if pack.group(1) not in packed:
-                yield _leftover(view, "object_unreferenced", f"objects/{name}")
-        elif image is not None:
-            if image.group(1) not in needed:
-                yield _leftover(view, "object_unreferenced", f"objects/{name}")
-            elif is_duplicate(image.group(1), names, packed):
-                yield _leftover(view, "object_duplicate", f"objects/{name}")
+        elif match.group(1) not in (needed if match is image else packed):
+            yield _leftover(view, "object_unreferenced", f"objects/{name}")
+        elif match is image and is_duplicate(match.group(1), names, packed):
+            yield _leftover(view, "object_duplicate", f"objects/{name}")
 
 
 def is_duplicate(digest: str, names: Collection[str], packed: Collection[str]) -> bool:

@@ -9,6 +9,7 @@ a good copy in memory says nothing about the disk; never maps an object, never w
 
 from __future__ import annotations
 
+import errno
 import mmap
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +42,12 @@ class ObjectFault:
     expected: str
     found: str
     offset: int | None = None
+
+
+def _kind_of(error: OSError) -> str:
+    """A directory or a link in its place is no object; else the storage does not show it."""
+    in_its_place = error.errno in (errno.EISDIR, errno.ELOOP)
+    return "object_missing" if in_its_place else "object_unreadable"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +110,7 @@ def _inspect_packed(files: FileSystem, root: str, wanted: Wanted) -> ObjectFault
         expected = f"digest {wanted.digest} when unpacked"
         return replace(missing, kind="object_corrupt", expected=expected, found=error.message)
     except OSError as error:
-        return replace(missing, kind="object_unreadable", found=error.strerror or str(error))
+        return replace(missing, kind=_kind_of(error), found=error.strerror or str(error))
     return None
 
 
@@ -141,7 +148,7 @@ def _compare(
         return fault("object_missing", f"{size_bytes} bytes", "no file"), b""
     except OSError as error:
         found = error.strerror or str(error)
-        return fault("object_unreadable", f"{size_bytes} bytes", found), b""
+        return fault(_kind_of(error), f"{size_bytes} bytes", found), b""
     if actual_bytes != size_bytes:
         where = min(actual_bytes, size_bytes)
         told = (f"{size_bytes} bytes", f"{actual_bytes} bytes")

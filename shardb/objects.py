@@ -240,25 +240,25 @@ class ObjectFiles:
 
     def staged_name(self, branch: str, content: str = "") -> str:
         """A new name for a file being staged; `content` is the digest it is meant to have."""
-        unique = f"{content}{os.urandom(8).hex()}"
-        return f"{self.spare_directory}/staged.{branch_token(branch)}.{unique}"
+        name = f"staged.{branch_token(branch)}.{content}{os.urandom(8).hex()}"
+        return f"{self.spare_directory}/{name}"
 
     def rename(self, source: str, target: str) -> None:
         self.files.rename(source, target)
 
     def staged_path(self, branch: str, size: int, content: str = "") -> tuple[str, bool]:
         """A staged file of the right size: a spare one when there is one, else a new name."""
-        staged = self.staged_name(branch, content)
         while (free := self._take_free(size)) is not None:
-            try:
+            staged = self.staged_name(branch, content)
+            with suppress(FileNotFoundError):  # another process took it
                 self.files.rename(free, staged)
-            except FileNotFoundError:
-                continue  # another process took it
-            if self.files.status(staged).size_bytes > size:
+                status = self.files.status(staged)
+                if status.is_directory:
+                    continue  # `fsck` names it
+                if status.size_bytes <= size:
+                    return staged, False
                 self.files.unlink(staged)  # bytes behind the image would be part of the object
-                continue
-            return staged, False
-        return staged, True
+        return self.staged_name(branch, content), True
 
     def _take_free(self, size: int) -> str | None:
         with self._lock:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardb.filesystem import FileSystem, leads_nowhere, list_if_there
+from shardb.filesystem import READ, FileSystem, close_quietly, leads_nowhere, list_if_there
 from shardb.format import DIRECTORIES
 from shardb.log import SEGMENT_PATTERN
 
@@ -63,6 +63,22 @@ def obstacle_at(files: FileSystem, path: str, *, directory: bool = False) -> str
 def find_obstacles(files: FileSystem, root: str) -> list[Obstacle]:
     """Everything that lies in a place of the store, FORMAT and objects apart."""
     return list(_find(files, root))
+
+
+def check_readable(files: FileSystem, root: str) -> None:
+    """Raise PermissionError for a file of the log, the index or an object that is not to be read.
+
+    Its bytes may be whole: nothing is lost before somebody who may read it has looked.
+    """
+    for name in ("wal", "index", "objects"):
+        for entry in list_if_there(files, f"{root}/{name}"):
+            path = f"{root}/{name}/{entry}"
+            try:
+                close_quietly(files, files.open(path, READ))
+            except PermissionError:
+                raise
+            except OSError:
+                continue  # whoever reads it names that
 
 
 def _find(files: FileSystem, root: str) -> Iterator[Obstacle]:

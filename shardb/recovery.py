@@ -113,12 +113,6 @@ def read_end(log: Log, applied: Position, *, whole: bool) -> tuple[Scan, Positio
         _check_witness(scan, applied)
     if start is START:
         _check_beginning(scan, applied, last)
-    if scan.torn is not None and last == applied.sequence and applied.offset > scan.torn.offset:
-        raise LogTruncatedError(
-            f"{path}: the record at offset {scan.torn.offset} is damaged, and the index has "
-            "applied it: this is no unfinished write. Run `shardb fsck`, then `shardb repair`",
-            path=path,
-        )
     return scan, start
 
 

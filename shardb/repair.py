@@ -22,7 +22,7 @@ from shardb.fsck_audit import Reading, audit_objects
 from shardb.fsck_leftovers import SET_ASIDE_PREFIX
 from shardb.fsck_view import View, take_view
 from shardb.index_state import IndexState, IndexUnreadableError, read_index
-from shardb.obstacles import find_obstacles, obstacle_at
+from shardb.obstacles import check_readable, find_obstacles, obstacle_at
 from shardb.records import new_id
 from shardb.repair_log import LogPlan, plan_log
 from shardb.repair_log_acts import alone, check_unchanged, mend_log
@@ -66,6 +66,7 @@ def repair(
             if not yes:
                 return Outcome(plan=cleared, done=False)
             repairing.clear_places()
+        check_readable(repairing.files, root)
         told = repairing.plan()
         if on_planned is not None and (told.plan.actions or not cleared.actions):
             on_planned(told.plan)

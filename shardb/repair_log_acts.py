@@ -99,9 +99,8 @@ class _Mending:
 
     def _set_index_aside(self) -> None:
         path = f"{self.root}/index/data.mdb"
-        if self.files.exists(path):
-            self.files.rename(path, f"{self.root}/index/unreadable-{int(time.time())}.mdb")
-            self.files.sync_directory(f"{self.root}/index")
+        self.files.rename(path, f"{self.root}/index/unreadable-{int(time.time())}.mdb")
+        self.files.sync_directory(f"{self.root}/index")
 
     def _cut(self) -> None:
         if self.told.cut_at is None:

@@ -33,9 +33,8 @@ REPAIR_KEY = "@repair"
 
 def mend_objects(store: Store, told: ObjectPlan) -> None:
     """Put back what can be had, give up the rest. Raises BranchLockedError beside a writer."""
-    with store.receiving(REPAIR_KEY) as fresh:
-        if fresh:
-            store.objects.reclaim_staged(REPAIR_KEY)
+    with store.receiving(REPAIR_KEY):
+        store.objects.reclaim_staged(REPAIR_KEY)
         for staged in _all_staged(store, told):
             _put_back(store, staged)
         for branch, target in told.rewinds.items():

@@ -138,9 +138,20 @@ class _Giving:
         self.snapshots = refs.snapshot_commits(tables)
         self.paths = {d: _path_of(root, d, faults) for d in unreadable}
         self.unreadable = unreadable
+        kept = {d: fault for d, fault in faults.items() if d in unreadable}
+        refused = {d: fault for d, fault in kept.items() if fault.kind == "object_unreadable"}
+        self.refused = with_deltas(refused, tables)
+        self.whys = {fault.path: fault.found for fault in refused.values()}
 
     def run(self) -> None:
         self._check_wishes()
+        for path, why in sorted(self.whys.items()):
+            self.plan.leave(
+                path,
+                f"the storage does not show this object ({why}), which says nothing of its bytes: "
+                "make it readable, or restore it with --from OTHER; what needs it is given up only "
+                "if it is named, with --rewind or --drop",
+            )
         if self.damaged and not self.intact:
             self._keep_everything()
             return
@@ -172,7 +183,7 @@ class _Giving:
 
     def _give_up_snapshot(self, name: str, commit: Commit) -> None:
         lost = f"step {commit.step} under the name {name}: {self._lost_shards(commit)}"
-        if self.wishes.chosen and name not in self.wishes.drops:
+        if self._stays(commit) and name not in self.wishes.drops:
             self.plan.leave(self._path(commit), f"snapshot {name} stays damaged: {lost}")
             return
         self.told.snapshots.append(name)
@@ -180,7 +191,7 @@ class _Giving:
 
     def _give_up_head(self, name: str, head: Commit) -> None:
         lost = f"step {head.step} of {name}: {self._lost_shards(head)}"
-        if self.wishes.chosen and name not in self.wishes.rewinds:
+        if self._stays(head) and name not in self.wishes.rewinds:
             self.plan.leave(self._path(head), f"branch {name} stays damaged: {lost}")
             return
         target = self._target(name, head)
@@ -233,9 +244,13 @@ class _Giving:
         kept = kept or self.tables.get("abandoned", commit.id) is not None
         if stuck or not kept:
             return False
-        return not self.wishes.chosen or any(
+        return not self._stays(commit) or any(
             commit.id in row_of[name] for name in self.wishes.rewinds
         )
+
+    def _stays(self, commit: Commit) -> bool:
+        """Whether a damaged commit is given up only where it is named."""
+        return self.wishes.chosen or not digests_of(commit).isdisjoint(self.refused)
 
     def _lost_shards(self, commit: Commit) -> str:
         names = [n for n, entry in commit.shards.items() if entry.digest in self.unreadable]
