@@ -112,6 +112,9 @@ def prepare_command(
     pack: Annotated[
         bool, typer.Option("--pack", help="Put several whole records into a row.")
     ] = False,
+    attend_across: Annotated[
+        bool, typer.Option("--attend-across", help="Let packed records see those before them.")
+    ] = False,
     skip_bad: Annotated[
         bool, typer.Option("--skip-bad", help="Leave out and count lines that are not valid.")
     ] = False,
@@ -143,6 +146,7 @@ def prepare_command(
         rows_per_file=rows_per_file,
         chat_template=chat_template,
         pack=pack,
+        attend_across=attend_across,
     )
     progress = TextProgress(sys.stderr)
     prepared = prepare(options, progress)

@@ -61,7 +61,8 @@ class Evaluator:
     def _group_loss(self, reader: ShardReader, group: Sequence[Tokens]) -> float:
         with self._window(reader) as window:
             ids = [batch.ids for batch in group]
-            hidden = pass_through(self.trunk, window, self.compute, ids)
+            compute = self.compute.knowing(documents=[batch.documents for batch in group])
+            hidden = pass_through(self.trunk, window, compute, ids)
             with window.take(f"params/{self.head.name}") as view:
                 params = bring_in(self.head, view, self.compute)
                 labels = [batch.labels for batch in group]

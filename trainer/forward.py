@@ -51,9 +51,9 @@ def pass_through(
             with compute.clock.measure("forward_kernel_seconds"):
                 for index, each in enumerate(ids):
                     if index == len(outputs):
-                        outputs.append(compute.run(stage, params, each))
+                        outputs.append(compute.run(stage, params, each, index))
                     else:
-                        outputs[index] = compute.run(stage, params, outputs[index])
+                        outputs[index] = compute.run(stage, params, outputs[index], index)
     return outputs
 
 

@@ -64,6 +64,7 @@ class GradientPass:
         """
         model, window = self._model, self._window
         assert window is not None
+        self._compute = self._compute.knowing(documents=[batch.documents for batch in batches])
         tapes = trace_forward(
             model.trunk,
             window,

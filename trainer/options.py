@@ -46,6 +46,7 @@ class EngineOptions:
     optimizer_state_dtype: of stored AdamW state; all but `fp32` are inexact, see `EncodedAdamW`.
     grad_clip_mode: `global` (one norm over the model, exact), `shard` (one each), `none`.
     lm_head_chunk_tokens: tokens whose logits exist at once.
+    records_apart: rows may hold records that do not see each other.
     weight_decay_scope: `all` parameters, or `matrices` only (norms and biases are spared).
     prefetch: `cpu` reads the next `prefetch_window` shards in a thread while one computes; `gpu`
         and `secondary-gpu` also copy parameters there ahead.
@@ -71,6 +72,7 @@ class EngineOptions:
     grad_clip_mode: str = "global"
     max_grad_norm: float = 1.0
     lm_head_chunk_tokens: int = 4096
+    records_apart: bool = False
     beta1: float = 0.9
     beta2: float = 0.95
     adam_eps: float = 1e-8

@@ -21,6 +21,7 @@ from trainer.fitting import tuned_here
 from trainer.found import Found
 from trainer.inputs import Inputs, end_of_text_id, open_inputs, tokenizer_notes
 from trainer.lora.budget import adapter_budget
+from trainer.model.stages import check_keeps_apart
 from trainer.model.stored import SOURCE_SHARD
 from trainer.placement_choice import placed
 from trainer.prefetch import prefetch_of
@@ -138,6 +139,7 @@ def _plan_new(path: Path, found: Found, given: Given, notes: list[str]) -> Plan:
         seq_len=inputs.rows.seq_len,
         digest=inputs.data_digest,
         end_of_text_id=end_of_text_id(data_dir),
+        records_apart=inputs.rows.is_apart,
     )
     threads = given.get("threads") or torch.get_num_threads()
     recipe, settings = new_run(given, facts, device=device, threads=threads, model=model)
@@ -175,7 +177,8 @@ def _plan_resumed(
                 f" {inputs.data_digest}, then {recipe.data_digest}): give the same data, or"
                 " --accept-changed-data to go on with this one"
             )
-        recipe = replace(recipe, data_digest=inputs.data_digest)
+        apart = inputs.rows.is_apart
+        recipe = replace(recipe, data_digest=inputs.data_digest, records_apart=apart)
     said = [
         f"changed: {name} from {old} to {new}"
         for one, other in ((stored.recipe, recipe), (stored.settings, settings))
@@ -217,6 +220,8 @@ def _check_together(plan: Plan) -> None:
     recipe, settings = plan.recipe, plan.settings
     options = options_of(recipe, settings, plan.budget.activations, plan.budget.placement)
     prefetch_of(options, Device.from_name(recipe.device))
+    if recipe.records_apart:
+        check_keeps_apart(recipe.model)
     if settings.snapshot_best and not validates(plan):
         raise InputError(
             "--snapshot-best needs losses to compare: give --val-data-dir, and --validate-every"

@@ -95,6 +95,7 @@ class Recipe:
     lora_targets: tuple[str, ...] = ("q_proj", "v_proj")
     lora_dropout: float = 0.0
     base_quant: str = "none"
+    records_apart: bool = False
 
     def __post_init__(self) -> None:
         _check_choices(self)
@@ -155,11 +156,14 @@ class Recipe:
     def to_bytes(self) -> bytes:
         """Give canonical JSON: sorted keys, no spaces, so that equal recipes are equal bytes.
 
-        Without adapters their fields are left out: recipes from before keep their bytes.
+        Without adapters their fields are left out, and so is what rows without records do not need:
+        recipes from before keep their bytes.
         """
         values = _plain(self) | {"model": self.model.to_json(), "format": FORMAT}
         if not self.lora_rank:
             values = {k: v for k, v in values.items() if k not in LORA_FIELDS}
+        if not self.records_apart:
+            del values["records_apart"]
         return canonical_json(values)
 
     @classmethod

@@ -16,6 +16,7 @@ from torch import Tensor
 from trainer.device import Device
 from trainer.gradients import GradientSum, taken
 from trainer.head import head_backward
+from trainer.model.micro_batch import stand_ins
 from trainer.model.stages import Stage
 from trainer.options import EngineOptions
 from trainer.placement import AwayBoundary, Boundary, Put
@@ -53,6 +54,9 @@ class StepWalk(ABC):
 
     def step(self, ids: list[Tensor]) -> None:
         """Walk through a step on ids [B, T], one a micro-batch."""
+        if self.options.records_apart:
+            on_host = bool(self._head.config.hf_config)
+            self.compute = self.compute.knowing(documents=stand_ins(ids, on_host=on_host))
         tapes = self._forward(ids)
         with self.trace.phase("head"):
             params = self.bring_in(self._head)

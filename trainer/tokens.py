@@ -12,20 +12,25 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.data.masked import ids_of, is_masked
+from trainer.data.masked import begins_record, ids_of, is_masked
 from trainer.device import Device
 from trainer.errors import InputError
 from trainer.head import IGNORED_LABEL
 from trainer.model.config import ModelConfig
+from trainer.model.micro_batch import Documents
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tokens:
-    """ids and labels, int64 [B, T] on the device; `valid_count` labels count in the loss."""
+    """ids and labels, int64 [B, T] on the device; `valid_count` labels count in the loss.
+
+    documents: the records that share rows, where they are to be kept apart.
+    """
 
     ids: Tensor
     labels: Tensor
     valid_count: int
+    documents: Documents | None = None
 
     @classmethod
     def from_rows(cls, rows: NDArray[np.integer], config: ModelConfig, device: Device) -> Tokens:
@@ -45,7 +50,18 @@ class Tokens:
             ids=device.tokens(np.where(inputs == IGNORED_LABEL, config.pad_token_id, inputs)),
             labels=device.tokens(labels),
             valid_count=int((labels != IGNORED_LABEL).sum()),
+            documents=_documents(rows, device),
         )
+
+
+def _documents(rows: NDArray[np.integer], device: Device) -> Documents | None:
+    begins = begins_record(rows)[:, :-1]
+    if not begins.any():
+        return None
+    columns = np.arange(begins.shape[1])
+    # What comes before a row's first beginning, if anything does, counts from the row's own.
+    starts = np.maximum.accumulate(np.where(begins, columns, 0), axis=1)
+    return Documents(positions_BT=device.tokens(columns - starts))
 
 
 def _check_rows(rows: NDArray[np.integer], config: ModelConfig) -> None:

@@ -26,6 +26,9 @@ FORMAT: Final = "token-rows"
 FORMAT_VERSION: Final = 1
 # Rows with marks (`masked`): who does not know them must not read them.
 MASKED_FORMAT_VERSION: Final = 2
+# And records that share a row are marked (`apart`): who does not know it would let them mix.
+APART_FORMAT_VERSION: Final = 3
+FORMAT_VERSIONS: Final = (FORMAT_VERSION, MASKED_FORMAT_VERSION, APART_FORMAT_VERSION)
 SPLITS: Final = ("train", "val")
 
 _READ_BYTES = 1 << 20
@@ -76,7 +79,10 @@ class SourceEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A prepared data set. `masked`: its rows mark the tokens that are not learned."""
+    """A prepared data set. `masked`: its rows mark the tokens that are not learned.
+
+    apart: they also mark where records begin that are not to see each other.
+    """
 
     seq_len: int
     dtype: str
@@ -93,6 +99,7 @@ class Manifest:
     val: SplitEntry
     sources: tuple[SourceEntry, ...]
     masked: bool = False
+    apart: bool = False
 
     def split(self, name: str) -> SplitEntry:
         """Return the split of that name (one of SPLITS)."""
@@ -101,8 +108,7 @@ class Manifest:
     def to_json(self) -> str:
         """Return the canonical text of the file, with a final newline."""
         values = asdict(self)
-        is_masked = values.pop("masked")
-        version = MASKED_FORMAT_VERSION if is_masked else FORMAT_VERSION
+        version = FORMAT_VERSIONS[values.pop("masked") + values.pop("apart")]
         body = {"format": FORMAT, "format_version": version, **values}
         return json.dumps(body, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
 
@@ -113,10 +119,10 @@ class Manifest:
         if body is None:
             raise InputError(f"{path}: not a manifest of {FORMAT}; prepare the data again")
         version = body.get("format_version")
-        if version not in (FORMAT_VERSION, MASKED_FORMAT_VERSION):
+        if version not in FORMAT_VERSIONS:
             raise InputError(
                 f"{path}: field format_version is {version!r}; this version reads "
-                f"{FORMAT_VERSION} and {MASKED_FORMAT_VERSION}: upgrade, or prepare the data again"
+                f"{FORMAT_VERSION} to {APART_FORMAT_VERSION}: upgrade, or prepare the data again"
             )
         return _manifest_from(body, path)
 
@@ -203,7 +209,8 @@ def _manifest_from(body: Mapping[str, Any], path: Path) -> Manifest:
         "sources": sources,
         **{name: _split_from(body.get(name), path) for name in SPLITS},
     }
-    nested["masked"] = body["format_version"] == MASKED_FORMAT_VERSION
+    nested["masked"] = body["format_version"] >= MASKED_FORMAT_VERSION
+    nested["apart"] = body["format_version"] == APART_FORMAT_VERSION
     return _entry_from(Manifest, body, path, nested)
 
 

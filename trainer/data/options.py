@@ -41,6 +41,7 @@ class PrepareOptions:
     rows_per_file: int = ROWS_PER_FILE
     chat_template: Path | None = None
     pack: bool = False
+    attend_across: bool = False
 
     @property
     def has_records(self) -> bool:
@@ -72,6 +73,8 @@ class PrepareOptions:
             raise InputError(f"--format {form}: give --tokenizer, that of the model to be tuned")
         if self.pack and not self.has_records:
             raise InputError("--pack is for records; text fills its rows anyway: leave it out")
+        if self.attend_across and not self.pack:
+            raise InputError("--attend-across is for records that share rows: give --pack too")
         if self.chat_template is not None and form != "chat":
             raise InputError("--chat-template goes with --format chat")
 

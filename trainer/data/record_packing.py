@@ -2,7 +2,8 @@
 
 Owns how records share rows. No record is cut to fill one: by itself each begins a row and is padded
 to its end, so that nothing attends across records; packed, as many whole records as fit follow each
-other in a row, and attention reaches back over them. What is longer than a row loses its end, which
+other in a row, each marked where it begins, so that training keeps them apart, or unmarked, and
+attention reaches back over them. What is longer than a row loses its end, which
 is counted. Padding and the first token of a record are never learned.
 
 Shapes: L = seq_len; a row has L + 1 tokens.
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.data.conversations import Encoded
-from trainer.data.masked import with_marks
+from trainer.data.masked import with_beginning, with_marks
 from trainer.data.packing import RowPacker
 
 
@@ -31,6 +32,7 @@ class RecordPacker(RowPacker):
         vocab_size: int,
         end_id: int,
         packs: bool,
+        apart: bool = True,
         rows_per_file: int,
     ) -> None:
         super().__init__(
@@ -45,6 +47,7 @@ class RecordPacker(RowPacker):
         self._width = seq_len + 1
         self._end_id = end_id
         self._packs = packs
+        self._apart = packs and apart
         self._row: list[npt.NDArray[np.uint32]] = []
         self._dropped = 0
 
@@ -60,7 +63,8 @@ class RecordPacker(RowPacker):
         self.learned_tokens += int(counts.sum())
         if self._row and (not self._packs or self._filled + len(ids) > self._width):
             self._end_row()
-        self._row.append(with_marks(ids, counts))
+        marked = with_marks(ids, counts)
+        self._row.append(with_beginning(marked) if self._apart else marked)
 
     def flush(self) -> None:
         """Write the row in work."""
@@ -74,6 +78,8 @@ class RecordPacker(RowPacker):
     def _end_row(self) -> None:
         padding = np.full(self._width - self._filled, self._end_id, dtype=np.uint32)
         marked = with_marks(padding, np.zeros(len(padding), dtype=np.bool_))
+        if self._apart:
+            marked = with_beginning(marked)
         self._write(np.concatenate([*self._row, marked])[None])
         self._row = []
 

@@ -67,6 +67,7 @@ class TokenRows:
         self.manifest = described[0] if described else None
         self.split = described[1] if described else None
         self.is_masked = is_masked or (described is not None and described[0].masked)
+        self.is_apart = described is not None and described[0].apart
         self.row_counts = tuple(file.rows for file in files)
         self.row_count = sum(self.row_counts)
         self.seq_len = files[0].width - 1

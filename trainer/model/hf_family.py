@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from trainer.errors import InputError
+from trainer.model.micro_batch import Documents
 
 # Shapes of inputs for which masks and angles are kept.
 HANDED_MAX = 4
@@ -111,6 +113,7 @@ class HfModel:
         self._model = model
         self._lock = threading.Lock()
         self._handed: OrderedDict[Any, list[Handed]] = OrderedDict()
+        self._apart: WeakKeyDictionary[Documents, list[Handed]] = WeakKeyDictionary()
 
     def embed(self, weights: Mapping[str, Tensor], ids_BT: Tensor) -> Tensor:
         """Give what the first layer is handed for token ids: [B, T, D]."""
@@ -124,10 +127,27 @@ class HfModel:
             handed = [note.take()[0] for note in self._notes]  # no note outlives the call
         return handed[0]
 
-    def run_layer(self, index: int, weights: Mapping[str, Tensor], x_BTD: Tensor) -> Tensor:
+    def run_layer(
+        self,
+        index: int,
+        weights: Mapping[str, Tensor],
+        x_BTD: Tensor,
+        documents: Documents | None = None,
+    ) -> Tensor:
         """Compute one layer: [B, T, D] to [B, T, D]."""
         with self._lock:
-            return self._called(index, weights, x_BTD, self._handed_to(x_BTD)[index])
+            return self._called(index, weights, x_BTD, self._handed_to(x_BTD, documents)[index])
+
+    def keeps_apart(self) -> bool:
+        """Say whether every layer is handed a mask between records of one row.
+
+        The backbone's own code makes it, from positions that begin again.
+        """
+        found = Documents(positions_BT=torch.arange(4)[None] % 2)
+        stand_in = torch.zeros(1, 4, self.config.hidden_size)
+        with self._lock:
+            handed = self._asked(stand_in, stand_in.device, found.positions_BT)
+        return all(_parts(each, rows=4) for each in handed)
 
     def new_past(self) -> Any:
         """Give transformers' own cache of keys and values for this configuration, empty."""
@@ -177,8 +197,10 @@ class HfModel:
         result: Tensor = output[0] if isinstance(output, tuple) else output
         return result
 
-    def _handed_to(self, x_BTD: Tensor) -> list[Handed]:
+    def _handed_to(self, x_BTD: Tensor, documents: Documents | None) -> list[Handed]:
         """Ask the backbone what it hands each layer for an input of this form."""
+        if documents is not None:
+            return self._handed_within(x_BTD, documents)
         if x_BTD.is_meta:
             return [each.on_meta() for each in self._asked(x_BTD, torch.device("cpu"))]
         key = (tuple(x_BTD.shape), x_BTD.dtype, x_BTD.device)
@@ -189,11 +211,28 @@ class HfModel:
                 self._handed.popitem(last=False)
         return found
 
-    def _asked(self, x_BTD: Tensor, device: torch.device) -> list[Handed]:
-        """Pass a stand-in through the backbone: what it hands on depends on the form alone."""
+    def _handed_within(self, x_BTD: Tensor, documents: Documents) -> list[Handed]:
+        """Ask once a micro-batch; what was handed lives as long as its record does."""
+        found = self._apart.get(documents)
+        if found is None:
+            device = torch.device("cpu") if x_BTD.is_meta else x_BTD.device
+            found = self._asked(x_BTD, device, documents.positions_BT.to(device))
+            if x_BTD.is_meta:
+                found = [each.on_meta() for each in found]
+            self._apart[documents] = found
+        return found
+
+    def _asked(
+        self, x_BTD: Tensor, device: torch.device, positions_BT: Tensor | None = None
+    ) -> list[Handed]:
+        """Pass a stand-in through the backbone: what it hands on depends on the form alone.
+
+        And on where records begin, which it tells by their positions.
+        """
+        within = {} if positions_BT is None else {"position_ids": positions_BT}
         stand_in = torch.zeros((), dtype=x_BTD.dtype, device=device).expand(x_BTD.shape)
         with torch.no_grad(), self._tables_on(device):
-            self._backbone(inputs_embeds=stand_in, **_PLAIN)
+            self._backbone(inputs_embeds=stand_in, **within, **_PLAIN)
         noted = [note.take() for note in self._notes]
         return [Handed(args=args, named=named) for _, args, named in noted]
 
@@ -212,6 +251,17 @@ class HfModel:
 
 
 _PLAIN = {"use_cache": False}
+
+
+def _parts(handed: Handed, *, rows: int) -> bool:
+    """Say whether a layer's mask hides the first of two records of 2 tokens from the second."""
+    masks = [
+        each
+        for each in (*handed.args, *handed.named.values())
+        if isinstance(each, Tensor) and each.dim() == 4 and each.shape[-2:] == (rows, rows)
+    ]
+    seen = [mask if mask.dtype == torch.bool else mask == 0 for mask in masks]
+    return bool(seen) and not any(bool(each[..., 2:, :2].any()) for each in seen)
 
 
 def _to_meta(tensor: Tensor) -> Tensor:

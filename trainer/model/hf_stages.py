@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from trainer.model.config import ModelConfig
 from trainer.model.hf_family import HfModel, hf_model
+from trainer.model.micro_batch import MicroBatch
 from trainer.model.stages import Parameter, Stage
 
 
@@ -53,6 +54,9 @@ class HfBlock(Stage):
 
     def forward(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
         return _model(self.config).run_layer(self.index, params, x)
+
+    def forward_of(self, batch: MicroBatch, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return _model(self.config).run_layer(self.index, params, x, batch.documents)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,8 @@ def pipeline_settings(
         raise InputError(
             "--device-pipeline on: it does AdamW with fp32 weights and state, in fp32 or bf16,"
             " with --activations recompute, --activation-placement vram or host, and without"
-            " --timing-sync-cuda: change these, or give auto"
+            " --timing-sync-cuda, on rows without records that are kept apart: change these, or"
+            " give auto"
         )
     return pipeline_way(settings, options, is_host=device.is_host)
 

@@ -232,4 +232,5 @@ def is_supported(options: EngineOptions) -> bool:
         and options.activations == "recompute"
         and options.activation_placement in ("vram", "host")
         and not options.timing_sync_cuda
+        and not options.records_apart
     )

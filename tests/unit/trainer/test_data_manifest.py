@@ -91,7 +91,7 @@ def changed(*keys: Any, value: Any) -> str:
         (changed("val", "files", value=[3]), "FileEntry is no JSON object"),
         (changed("val", "files", 0, "bytes", value="9"), "field bytes is '9', not int"),
         (changed("sources", value={}), "field sources is no list"),
-        (changed("format_version", value=3), "version is 3; this version reads 1 and 2"),
+        (changed("format_version", value=4), "version is 4; this version reads 1 to 3"),
         ("{", "not valid JSON"),
         ("", "not valid JSON"),
         ("[" * 100_000, "not valid JSON"),

@@ -13,7 +13,7 @@ from tests.support.training import step_lines, train_here
 from trainer.data.conversations import ConversationEncoder, template_render
 from trainer.data.inspect import inspect
 from trainer.data.manifest import MASKED_FORMAT_VERSION, Manifest, load_manifest
-from trainer.data.masked import MASKED, ids_of, is_masked, with_marks
+from trainer.data.masked import MASKED, begins_record, ids_of, is_masked, with_marks
 from trainer.data.options import PrepareOptions
 from trainer.data.prepare import prepare
 from trainer.data.readers import ReadRules
@@ -117,15 +117,24 @@ def test_packed_records_are_whole_and_share_rows(tmp_path: Path, tokenizer: Path
     records = [{"prompt": f"p{n} ", "completion": "c" * (8 + n)} for n in range(6)]
     write(tmp_path / "train.jsonl", records)
     write(tmp_path / "val.jsonl", [records[0], {"prompt": "q", "completion": "r"}])
-    counts = {}
-    for pack in (False, True):
-        how = {"pack": pack, "overwrite": True}
+    counts, digests = {}, set()
+    for pack, across in ((False, False), (True, True), (True, False)):
+        how = {"pack": pack, "attend_across": across, "overwrite": True}
         made = prepare(options(tmp_path, tokenizer, "prompt-completion", **how))
         counts[pack] = made.manifest.train.rows
+        assert made.manifest.apart == (pack and not across)
+        assert load_manifest(tmp_path / "out" / "manifest.json") == made.manifest
         rows = TokenRows.open(tmp_path / "out" / "train", SIZE)
         text = "".join(learned(rows, Tokenizer.from_file(str(tokenizer))))
         wanted = "".join(r["completion"] + "<|endoftext|>" for r in records[1:])
         assert text == wanted  # the first one is validation's too
+        begins = [int(begins_record(rows.row(i)).sum()) for i in range(rows.row_count)]
+        # As many marks as records, and one for what fills the row; no mark is part of an id.
+        assert sum(begins) == (5 + rows.row_count if made.manifest.apart else 0)
+        digests.add(rows.digest())
+    assert len(digests) == 3
+    with pytest.raises(InputError, match="give --pack too"):
+        options(tmp_path, tokenizer, "prompt-completion", attend_across=True)
     assert counts[True] < counts[False] == 5
 
 
