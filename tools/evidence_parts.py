@@ -205,10 +205,10 @@ PARTS: Mapping[str, Part] = MappingProxyType(
     {
         part.name: part
         for part in (
-            Part(name="main", shows="learning: 3,000 steps from scratch", seconds=320, make=main),
+            Part(name="main", shows="learning: 3,000 steps from scratch", seconds=420, make=main),
             Part(name="package", shows="export, transformers, samples", seconds=80, make=package),
-            Part(name="resident", shows="control: all in memory", seconds=320, make=resident),
-            Part(name="killed", shows="persistence: three SIGKILLs", seconds=120, make=killed),
+            Part(name="resident", shows="control: all in memory", seconds=420, make=resident),
+            Part(name="killed", shows="persistence: three SIGKILLs", seconds=170, make=killed),
             Part(name="ablations", shows="clipping, guard, fp16", seconds=260, make=ablations),
             Part(name="hot", shows="the guard at a rate too high", seconds=80, make=hot),
             Part(name="v25", shows="the source's 291 M recipe", seconds=200, make=v25),
