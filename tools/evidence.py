@@ -35,6 +35,8 @@ from tools.evidence_runs import Place, Recorder, available_bytes
 FILE_NAME = "evidence.jsonl"
 # A part is not begun with less.
 LEAST_SECONDS = 15.0
+# A run that is stopped commits its step, and then is recorded.
+LANE_ENDS_BEFORE = 18.0
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -98,7 +100,7 @@ def _lanes(
         command = [sys.executable, "-m", "tools.evidence", "--is-lane", "--lane", f"{gpu}:{parts}"]
         command += ["--data", str(data), "--out", str(given.out)]
         command += ["--work", str(given.work), "--memory", str(given.memory)]
-        command += ["--limit-seconds", str(ends_at - time.monotonic() - 5)]
+        command += ["--limit-seconds", str(ends_at - time.monotonic() - LANE_ENDS_BEFORE)]
         command += ["--tiny"] if given.tiny else []
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
         with (given.out / f"lane-{number}.txt").open("wb") as file:

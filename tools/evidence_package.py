@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tools.evidence_rows import FACTS_NAME, read_rows
 
@@ -98,6 +97,8 @@ def losses(model: Any, dtype: str, given: argparse.Namespace) -> Iterator[dict[s
 @torch.no_grad()
 def samples(model: Any, package: Path, device: str) -> Iterator[dict[str, Any]]:
     """Write on from each prompt: the likeliest words, and drawn ones."""
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(package)
     for number, prompt in enumerate(PROMPTS):
         ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids.to(device)
@@ -126,6 +127,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, default=1 << 30, help="rows of each text at most")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args(words)
+    from transformers import AutoModelForCausalLM  # seconds, which help and arithmetic do not need
+
     with given.out.open("w", buffering=1) as out:
         for dtype in ("float32", "bfloat16"):
             model = AutoModelForCausalLM.from_pretrained(

@@ -28,7 +28,7 @@ from tools.exactness_trace import digests_of
 
 POLL_SECONDS = 0.05
 # What a process gets to commit its step and end by itself.
-GRACE_SECONDS = 20.0
+GRACE_SECONDS = 10.0
 KEPT = (
     *("step", "loss", "learning_rate", "grad_norm", "clip_scale", "tokens_seen", "loss_scale"),
     *("validation_loss", "seconds", "commit_seconds", "tokens_per_second", "batch_digest"),

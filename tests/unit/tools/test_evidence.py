@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 import xml.etree.ElementTree as ET
@@ -12,9 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from tools import evidence
 from tools.evidence_memory import Limits, largest
+from tools.evidence_package import byte_counts, unigram_entropy
 from tools.evidence_parts import PARTS, RATES
 from tools.evidence_plots import drawn, plots
 from tools.evidence_recipes import (
@@ -142,6 +145,16 @@ def test_the_schedule_ends_with_the_last_step() -> None:
     last = arm.steps * step_tokens(flags)
     assert schedule.learning_rate(last) == pytest.approx(0.1 * flags["learning-rate"])
     assert schedule.learning_rate(last - step_tokens(flags)) > schedule.learning_rate(last)
+
+
+def test_bits_count_the_bytes_that_tokens_stand_for(prepared: Path) -> None:
+    loaded = Tokenizer.from_file(str(prepared / "data" / "tokenizer.json"))
+    sizes = byte_counts(prepared / "data" / "tokenizer.json")
+    text = "the red ball – once again"
+    assert sizes[loaded.encode(text).ids].sum() == len(text.encode())
+    end = loaded.token_to_id("<|endoftext|>")
+    assert sizes[end] == 0
+    assert unigram_entropy(np.array([[1, 2], [3, 4]])) == pytest.approx(math.log(4))
 
 
 def step(part: str, run: str, number: int, **more: Any) -> dict[str, Any]:
