@@ -9,8 +9,9 @@ Owns the protocol: the same package, rows, first adapters, AdamW and number of t
 sides, each in a process of its own that waits while the other steps; within a round each side makes
 one step of each number of micro-batches, the order turned about each time, and ratios are taken
 within a round. The first round is dropped. Processor seconds are those of a side's own process, all
-threads together: on a machine that others use too they say more than the clock. Needs `soup-cli` (0.77) and `peft` beside this project.
-DIR of --rows holds `.npy` files of token rows; without it rows are random ids.
+threads together: on a machine that others use too they say more than the clock. Needs `soup-cli`
+(0.77) and `peft` beside this project. DIR of --rows holds `.npy` files of token rows; without it
+rows are random ids.
 """
 
 from __future__ import annotations
@@ -182,7 +183,8 @@ def markdown(asked: argparse.Namespace, arms: dict[str, Arm]) -> tuple[str, bool
     """Give the table, and whether the losses are the same throughout."""
     head = (
         "accumulation", "largest gap of losses", "ours, tokens/s", "soup, tokens/s",
-        "ours / soup", "the same by processor seconds", "peak memory, ours / soup", "device memory, ours / soup",
+        "ours / soup", "the same by processor seconds",
+        "peak memory, ours / soup", "device memory, ours / soup",
     )  # fmt: skip
     title = (
         f"{asked.device}, {asked.dtype}, base {asked.quant}, rank {asked.rank} on"

@@ -183,8 +183,12 @@ class Block(Stage):
     ) -> Tensor:
         q_BHTK, k_BGTK, v_BGTK = (self._heads(params, letter, x_BTD) for letter in "qkv")
         cos_TK, sin_TK = angles
-        turned = (layers.rotate(each, cos_TK, sin_TK) for each in (q_BHTK, k_BGTK))
-        mixed_BHTK = layers.causal_attention(*turned, v_BGTK, mask)
+        mixed_BHTK = layers.causal_attention(
+            layers.rotate(q_BHTK, cos_TK, sin_TK),
+            layers.rotate(k_BGTK, cos_TK, sin_TK),
+            v_BGTK,
+            mask,
+        )
         return layers.linear(
             layers.merge_heads(mixed_BHTK),
             params["self_attn.o_proj.weight"],
