@@ -24,6 +24,7 @@ from trainer.lora import nf4
 from trainer.lora.forms import SlotForm
 from trainer.lora.host_base import HostBase
 from trainer.lora.slots import Lease, Slot
+from trainer.lora.small_copies import SmallCopies
 from trainer.lora.stages import AdaptedStage, leased
 from trainer.residency import ShardReader
 
@@ -64,6 +65,7 @@ class DeviceBase:
         self.poison = poison
         self.lanes: Lanes = lanes_of(device)
         self.host = HostBase(device, self.lanes, dtype, is_kept=keeps_host)
+        self.copies = SmallCopies(device, self.lanes)
         self.slots: list[Slot] = []
         self.copied_bytes = 0
         self.resident_names: frozenset[str] = frozenset()
@@ -171,7 +173,8 @@ class Feed:
     def visit(self, stage: AdaptedStage) -> Iterator[None]:
         """Have a stage's weights bound for a block."""
         if stage.is_table:
-            with leased(stage, Lease(torch_adaptor.tensors(self._view(stage.shard)), None)):
+            table = torch_adaptor.tensors(self._view(stage.shard))
+            with leased(stage, Lease(table, None, rows_of=self._base.copies.rows_of)):
                 yield
             return
         slot, form = self._next(stage)

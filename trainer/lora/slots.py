@@ -11,7 +11,7 @@ that still holds what was overwritten; and with `poison` a slot that is given ba
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -25,6 +25,9 @@ from trainer.lora.forms import SlotForm, form_of, whole
 
 # Every element of these bytes is NaN, in each form of floating point that weights have.
 POISON = 0xFF
+
+
+LookUp = Callable[[Tensor, Tensor], Tensor]
 
 
 class StaleSlotError(AssertionError):
@@ -54,12 +57,19 @@ class Slot:
 class Lease:
     """One stage's weights; slot is None where they are the store's own memory.
 
-    owned: they were made for this lease, by unpacking what lay in a slot.
+    owned: they were made for this lease, by unpacking what lay in a slot. rows_of: looks rows of a
+    table in host memory up for a device.
     """
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], slot: Slot | None, *, owned: bool = False
+        self,
+        tensors: Mapping[str, Tensor],
+        slot: Slot | None,
+        *,
+        owned: bool = False,
+        rows_of: LookUp | None = None,
     ) -> None:
+        self.rows_of = rows_of
         self._tensors = tensors
         self._slot = slot
         self._owned = owned

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainer.lora import nf4
 from trainer.lora.linears import AdaptedLinears, Product
-from trainer.lora.slots import Lease, StaleSlotError
+from trainer.lora.slots import Lease, LookUp, StaleSlotError
 from trainer.lora.targets import adapter_parameters, linear_modules
 from trainer.model.adapter_settings import LoraSettings
 from trainer.model.adapters import Adapter
@@ -38,6 +38,11 @@ class Binding:
             yield
         finally:
             self._lease = None
+
+    @property
+    def rows_of(self) -> LookUp | None:
+        """Give what looks rows up for a device, in a table in host memory."""
+        return None if self._lease is None else self._lease.rows_of
 
     def weights(self) -> Mapping[str, Tensor]:
         """Give the weights; StaleSlotError outside a visit."""
@@ -83,8 +88,7 @@ class AdaptedStage(Stage):
     def forward_of(self, batch: MicroBatch, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
         weights = self.binding.weights()
         if self.is_table:
-            rows = next(iter(weights.values()))
-            return self.inner.forward(weights, x.to(rows.device)).to(x.device)
+            return self._looked_up(weights, x)
         if nf4.holds(weights):
             weights, products = self._unpacking(weights, x)
         else:
@@ -94,6 +98,12 @@ class AdaptedStage(Stage):
             output = self.inner.forward_of(batch, weights, x)
         assert linears.unused == 0, f"{self.name}: an adapter was passed by"
         return output
+
+    def _looked_up(self, weights: Mapping[str, Tensor], ids: Tensor) -> Tensor:
+        [table] = weights.values()
+        if self.binding.rows_of is not None:
+            return self.binding.rows_of(table, ids)
+        return self.inner.forward(weights, ids.to(table.device)).to(ids.device)
 
     @property
     def is_block(self) -> bool:

@@ -10,7 +10,7 @@ staged.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -23,16 +23,20 @@ from trainer.clipping import clip_scale, total_norm
 from trainer.gradient_pass import GradientPass
 from trainer.gradients import GradientSum, taken
 from trainer.lora.model import AdaptedModel
+from trainer.lora.updating import updates_of
 from trainer.lora.visits import Adapters, Visits, brought, open_visits, read_adapters
 from trainer.model.micro_batch import drop_keys
-from trainer.step import ShardTransaction, StepOrder, StepResult, write_update
+from trainer.step import ShardTransaction, StepOrder, StepResult
 from trainer.tape import Compute, ReplayTape, Tape
 from trainer.timing import StepClock
 from trainer.tokens import Tokens
 
 
 class AdapterPass(GradientPass):
-    """`run` yields the adapters' gradients, from the last stage to the first."""
+    """`run` yields the adapters' gradients, from the last stage to the first.
+
+    at_end: called when everything is asked for, before anybody waits for a result.
+    """
 
     kind: ClassVar[str] = "adapters"
 
@@ -45,11 +49,13 @@ class AdapterPass(GradientPass):
         *,
         loss_scale: float = 1.0,
         drop_keys: Sequence[str | None] = (),
+        at_end: Callable[[], None] = lambda: None,
     ) -> None:
         compute = replace(compute.knowing(drop_keys), tracks=not compute.device.is_host)
         super().__init__(model.step, None, compute, loss_scale=loss_scale)
         self._adapted = model
         self._visits = visits
+        self._at_end = at_end
         self._views = views
         self._adapters: Adapters = brought(model, views)
 
@@ -76,6 +82,7 @@ class AdapterPass(GradientPass):
                     stage=stage, view=self._views[stage.name], gradients=taken(total.gradients)
                 )
                 found.append(self._measured(ready))
+        self._at_end()
         # One look at all of them, behind the last: each look lets a device run dry.
         if not math.isfinite(float(self.total_norm())):
             for ready in found:
@@ -114,6 +121,7 @@ class AdapterStep:
         model = self._model
         model.step.prepare(batches)
         views = read_adapters(model, self._txn)
+        updates = updates_of(model, self._txn, self._order, views)
         with open_visits(model, self._txn, model.gradient_order(), self._clock) as visits:
             gradients = AdapterPass(
                 model,
@@ -122,13 +130,14 @@ class AdapterStep:
                 views,
                 loss_scale=self._order.loss_scale,
                 drop_keys=self._drop_keys(len(batches)),
+                at_end=updates.bring,
             )
             ready = {each.stage.name: each for each in gradients.run(batches)}
         names = [stage.name for stage in model.owners]
         norms = torch.stack([total_norm([gradients.norms[name]]) for name in names]).tolist()
         scales = self._scales(gradients, names)
-        for name in names:
-            self._update(ready.pop(name), scales[name])
+        with self._clock.measure("optimizer_math_seconds"):
+            updates.update([ready.pop(name) for name in names], scales)
         model.step.device.wait()
         return StepResult(
             loss=gradients.loss,
@@ -155,14 +164,3 @@ class AdapterStep:
         if mode == "global":
             return dict.fromkeys(names, clip_scale(gradients.total_norm(), self._max_norm))
         return {n: clip_scale(total_norm([gradients.norms[n]]), self._max_norm) for n in names}
-
-    def _update(self, ready: StageGradients, scale: float) -> None:
-        name = ready.stage.name
-        with self._clock.measure("optimizer_load_seconds"):
-            state_view = self._txn.read(f"optim/{name}")
-        params = self._txn.stage(f"adapters/{name}", like=ready.view)
-        state = self._txn.stage(f"optim/{name}", like=state_view)
-        with self._clock.measure("optimizer_math_seconds"):
-            write_update(self._model.step, self._order, ready, state_view, params, state, scale)
-        params.seal()
-        state.seal()

@@ -40,11 +40,18 @@ def read_adapters(model: AdaptedModel, reader: ShardReader) -> dict[str, ShardVi
 
 def brought(model: AdaptedModel, views: Mapping[str, ShardView]) -> Adapters:
     """Give the adapters as they compute: fp32 on the device, in the stages' own order."""
-    found = {}
-    for stage in model.owners:
-        tensors = torch_adaptor.tensors(views[stage.name])
-        found[stage.name] = {n: model.step.device.to_device(tensors[n]) for n in stage.parameters}
-    return found
+    stored = {s.name: torch_adaptor.tensors(views[s.name]) for s in model.owners}
+    if model.base is None:
+        move = model.step.device.to_device
+        return {
+            stage.name: {n: move(stored[stage.name][n]) for n in stage.parameters}
+            for stage in model.owners
+        }
+    form, image = model.base.copies.to_device(
+        {f"{stage}:{name}": t for stage, named in stored.items() for name, t in named.items()}
+    )
+    found = form.tensors(image)
+    return {s.name: {n: found[f"{s.name}:{n}"] for n in s.parameters} for s in model.owners}
 
 
 class Visits(Protocol):

@@ -192,3 +192,38 @@ def test_a_pass_that_breaks_off_leaves_the_slots_free(store: Path) -> None:
     assert are_same(
         adapter_gradients(store, engine, ROWS)[1], adapter_gradients(store, plain, ROWS)[1]
     )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"grad_clip_mode": "shard"},
+        {"optimizer": "lion"},
+        {"optimizer": "adafactor"},
+        {"optimizer_state_dtype": "int8"},
+    ],
+    ids=str,
+)
+def test_updates_at_once_are_those_of_one_shard_after_the_other(
+    options: dict[str, str], tmp_path: Path
+) -> None:
+    """Also the look-up of rows in a table, and the copies of adapters."""
+    _, store = imported_store(tmp_path, "llama")
+    plain, fed = (
+        adapter_engine(store, settings_of("llama"), max_grad_norm=0.01, **options) for _ in range(2)
+    )
+    object.__setattr__(fed.adapted, "base", DeviceBase(HOST, torch.float32, poison=True))
+    plant_adapters(store, plain)
+    staged = []
+    for engine in (plain, fed):
+        with shardb.open(store) as opened, opened.begin() as txn:
+            result = engine.train_step(txn, ROWS, step=2, learning_rate=1e-2)
+            tensors = {
+                f"{shard}:{name}": tensor.clone()
+                for shard in engine.shard_specs()
+                for name, tensor in torch_adaptor.tensors(txn.read(shard)).items()
+            }
+        staged.append(((result.loss, result.grad_norm, result.shard_norms), tensors))
+    assert staged[0][0] == staged[1][0]
+    assert are_same(staged[1][1], staged[0][1])

@@ -1,0 +1,80 @@
+"""Many small tensors in one copy, through page-locked memory that is kept.
+
+Owns buffers of host memory for adapters, their state, and rows of a table. A device takes longer to
+begin a copy than to make one of this size, and waits for each that is not page-locked. Knows
+nothing of stages. Invariant: a buffer is filled again only when the copy out of it is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from trainer.device import Device
+from trainer.device_lanes import Lane, Lanes, Mark
+from trainer.lora.forms import SlotForm
+
+WHAT = "adapters"
+ROWS = "rows of the embeddings"
+
+
+class _Buffer:
+    """Host memory that grows to what is asked for; `copied` is behind the last copy out of it."""
+
+    def __init__(self, device: Device, lanes: Lanes, what: str) -> None:
+        self._device = device
+        self._lanes = lanes
+        self._what = what
+        self._memory: Tensor | None = None
+        self._copied: Mark | None = None
+
+    def of(self, size: int) -> Tensor:
+        """Give `size` bytes that may be written."""
+        self._lanes.arrive(self._copied)
+        if self._memory is None or self._memory.nbytes < size:
+            self._memory = self._device.host_buffer(size, self._what)
+        return self._memory[:size]
+
+    def copied(self) -> None:
+        """Say that COMPUTE was asked to copy what was written."""
+        self._copied = self._lanes.mark(Lane.COMPUTE, for_host=True)
+
+
+class SmallCopies:
+    """Copies of small tensors to a device and back, each kind of them at once."""
+
+    def __init__(self, device: Device, lanes: Lanes) -> None:
+        self._device = device
+        self._in = _Buffer(device, lanes, WHAT)
+        self._out = _Buffer(device, lanes, WHAT)
+        self._rows = [_Buffer(device, lanes, ROWS) for _ in range(2)]
+
+    def to_device(self, stored: Mapping[str, Tensor]) -> tuple[SlotForm, Tensor]:
+        """Give copies of host tensors as one run of bytes on the device, and its form."""
+        form = SlotForm.of(stored, None)
+        host = self._in.of(form.bytes)
+        form.fill(host, stored)
+        found = host.to(self._device.torch_device, non_blocking=True, copy=True)
+        self._in.copied()
+        return form, found
+
+    def to_host(self, form: SlotForm, image: Tensor) -> dict[str, Tensor]:
+        """Give the tensors of a run of bytes in host memory, good until this is called again."""
+        host = self._out.of(form.bytes)
+        host.copy_(image, non_blocking=True)
+        self._device.wait()
+        return form.tensors(host)
+
+    def rows_of(self, table_VD: Tensor, ids: Tensor) -> Tensor:
+        """Look ids up in a table in host memory; give the rows on the device."""
+        on_host = ids.to("cpu").flatten()
+        buffer = self._rows[0]
+        self._rows.reverse()
+        size = on_host.numel() * table_VD.shape[1] * table_VD.dtype.itemsize
+        rows = buffer.of(size).view(table_VD.dtype).view(on_host.numel(), table_VD.shape[1])
+        torch.index_select(table_VD, 0, on_host, out=rows)
+        found = rows.to(self._device.torch_device, non_blocking=True, copy=True)
+        buffer.copied()
+        return found.view(*ids.shape, -1)

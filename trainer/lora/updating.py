@@ -1,0 +1,147 @@
+"""The updates of all adapters: one after the other where the host computes, else all at once.
+
+Owns how old values reach the device and new ones the staged images. The arithmetic is the rule's.
+Knows nothing of gradients' making. Invariant: values are those of one shard after the other, since
+a rule looks at no more than one tensor at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardb import ShardView, torch_adaptor
+from trainer.backward import StageGradients
+from trainer.lora.forms import SlotForm
+from trainer.lora.model import AdaptedModel
+from trainer.lora.small_copies import SmallCopies
+from trainer.optimizers.tiles import ShardUpdate
+from trainer.step import ShardTransaction, StepOrder, write_update
+
+
+class Updates:
+    """One stage after the other."""
+
+    def __init__(
+        self,
+        model: AdaptedModel,
+        txn: ShardTransaction,
+        order: StepOrder,
+        views: Mapping[str, ShardView],
+    ) -> None:
+        self._model = model
+        self._txn = txn
+        self._order = order
+        self._views = views
+
+    def bring(self) -> None:
+        """Begin to bring old values in: the backward pass is asked for, and may still run."""
+
+    def update(self, ready: Sequence[StageGradients], scales: Mapping[str, float]) -> None:
+        """Stage the next version of every adapter and its state."""
+        for each in ready:
+            name = each.stage.name
+            state_view = self._txn.read(f"optim/{name}")
+            params = self._txn.stage(f"adapters/{name}", like=each.view)
+            state = self._txn.stage(f"optim/{name}", like=state_view)
+            scale = scales[name]
+            write_update(self._model.step, self._order, each, state_view, params, state, scale)
+            params.seal()
+            state.seal()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Old:
+    form: SlotForm
+    image: Tensor
+    states: Mapping[str, ShardView]
+
+
+class UpdatesAtOnce(Updates):
+    """All stages in a few kernels, between two copies."""
+
+    def __init__(
+        self,
+        model: AdaptedModel,
+        txn: ShardTransaction,
+        order: StepOrder,
+        views: Mapping[str, ShardView],
+        copies: SmallCopies,
+    ) -> None:
+        super().__init__(model, txn, order, views)
+        self._copies = copies
+        self._old: _Old | None = None
+
+    def bring(self) -> None:
+        """See `Updates`."""
+        states = {name: self._txn.read(f"optim/{name}") for name in self._views}
+        stored = {}
+        for kind, views in (("adapters", self._views), ("optim", states)):
+            for stage, view in views.items():
+                for name, tensor in torch_adaptor.tensors(view).items():
+                    stored[f"{kind}/{stage}:{name}"] = tensor
+        form, image = self._copies.to_device(stored)
+        self._old = _Old(form=form, image=image, states=states)
+
+    def update(self, ready: Sequence[StageGradients], scales: Mapping[str, float]) -> None:
+        """See `Updates`."""
+        old = self._old
+        assert old is not None, "values were not brought in"
+        image = torch.empty_like(old.image)
+        values, targets = old.form.tensors(old.image), old.form.tensors(image)
+        for scale in sorted(set(scales.values())):
+            chosen = [each for each in ready if scales[each.stage.name] == scale]
+            gradients = {
+                f"{each.stage.name}:{name}": gradient
+                for each in chosen
+                for name, gradient in each.gradients.items()
+            }
+            stages = {each.stage.name for each in chosen}
+            self._model.step.optimizer.update(
+                self._model.step.device,
+                ShardUpdate(
+                    name="adapters",
+                    params=_of("adapters", stages, values),
+                    state=_of("optim", stages, values),
+                    new_params=_of("adapters", stages, targets),
+                    new_state=_of("optim", stages, targets),
+                    gradients=gradients,
+                    gradient_scale=scale,
+                    learning_rate=self._order.learning_rate,
+                    step=self._order.step,
+                ),
+            )
+        self._stage(self._copies.to_host(old.form, image), old.states)
+        self._old = None
+
+    def _stage(self, found: Mapping[str, Tensor], states: Mapping[str, ShardView]) -> None:
+        for kind, views in (("adapters", self._views), ("optim", states)):
+            for stage, view in views.items():
+                staged = self._txn.stage(f"{kind}/{stage}", like=view)
+                for name, tensor in torch_adaptor.tensors(staged).items():
+                    tensor.copy_(found[f"{kind}/{stage}:{name}"])
+                staged.seal()
+
+
+def _of(kind: str, stages: set[str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    found = {}
+    for key, tensor in tensors.items():
+        its_kind, _, rest = key.partition("/")
+        if its_kind == kind and rest.partition(":")[0] in stages:
+            found[rest] = tensor
+    return found
+
+
+def updates_of(
+    model: AdaptedModel,
+    txn: ShardTransaction,
+    order: StepOrder,
+    views: Mapping[str, ShardView],
+) -> Updates:
+    """Give what updates the adapters of a step."""
+    if model.base is None:
+        return Updates(model, txn, order, views)
+    return UpdatesAtOnce(model, txn, order, views, model.base.copies)
