@@ -42,7 +42,8 @@ class LogPlan:
     `fills` are segments that take the place of damaged ones, or, where they are `rewritten`, of
     files of the same records that have changed. `aside` are those that are of no use.
     Behind `cut_at` in the segment of `end` nothing is left. `begins_anew` says that a new segment
-    begins with the state, `index_aside` why the index is made anew.
+    begins with the state, `index_aside` why the index is made anew, `index_knew` the steps that
+    it knew alone.
     """
 
     end: End
@@ -54,6 +55,7 @@ class LogPlan:
     cut_at: int | None = None
     begins_anew: bool = False
     index_aside: str | None = None
+    index_knew: list[str] = field(default_factory=list)
 
     @property
     def changes_files(self) -> bool:
@@ -196,8 +198,22 @@ def _mend_index(
     end = told.end
     if end.origin == "log" and (is_other or index.applied.lsn > end.position.lsn):
         told.index_aside = "it knows what is not in the log any more"
+        told.index_knew = _only_in(index, end.tables)
     elif any(finding.kind == "index_differs" for finding in checked.findings):
         told.index_aside = "it is not what the log says"
+
+
+def _only_in(index: IndexState, tables: DictTables) -> list[str]:
+    """Name the steps and snapshots that an index knows and a state does not."""
+    known = dict(tables.items("commits"))
+    commits = [row for commit, row in index.tables.items("commits") if commit not in known]
+    steps = sorted((row["step"], str(row["branch"])) for row in commits)
+    names = [name for name, _ in index.tables.items("snapshots")]
+    lost = [name for name in names if tables.get("snapshots", name) is None]
+    return [
+        *(f"step {step} of {branch}" for step, branch in steps),
+        *(f"snapshot {n}" for n in lost),
+    ]
 
 
 # In words
@@ -236,7 +252,7 @@ class _Telling:
         if self.told.index_aside:
             path = f"{self.log.directory.rpartition('/')[0]}/index/data.mdb"
             does = f"the index is made anew from the log: {self.told.index_aside}"
-            self.plan.add("index_rebuild", path, does)
+            self.plan.add("index_rebuild", path, does, listed(self.told.index_knew) or None)
         for finding in self.checked.findings:
             if finding.kind == "log_torn_tail" and self.told.cut_at is None:
                 does = "an unfinished record at the end of the log is cut; it was never reported"

@@ -127,7 +127,7 @@ class _Salvage:
         stays = {
             commit
             for commit, record in self.commits.items()
-            if commit in pinned or _is_whole(record, names)
+            if commit in pinned or is_whole(record, names)
         }
         branches = {
             name: {"head": row["head"], "retained": [c for c in row["retained"] if c in stays]}
@@ -184,5 +184,6 @@ def has_file(digest: str, names: Collection[str]) -> bool:
     return image_name(digest) in names or packed_name(digest) in names
 
 
-def _is_whole(record: Record, names: Collection[str]) -> bool:
+def is_whole(record: Record, names: Collection[str]) -> bool:
+    """Whether every object of a commit has a file."""
     return all(has_file(bytes(digest).hex(), names) for digest, *_ in record["shards"].values())

@@ -21,7 +21,7 @@ from shardb.fsck_log import first_kind
 from shardb.history import next_frame
 from shardb.index_state import IndexState, count_references
 from shardb.log import START, Position
-from shardb.repair_salvage import has_file, salvaged
+from shardb.repair_salvage import has_file, is_whole, salvaged
 from shardb.state import DictTables
 
 # The frames of a segment; None where it cannot be read.
@@ -76,18 +76,50 @@ def known_ends(sequences: Sequence[int], contents: Contents, index: IndexState |
 def choose(ends: Ends, store_id: str | None, names: Collection[str]) -> End | None:
     """The state to go on with: the newer one of one history, else the one that fits the store.
 
+    A newer index counts less than a log whose steps still have their files where its own have not.
+
     `store_id` is what FORMAT says, if that is whole; `names` are the files that objects have.
     """
     of_log, of_index = ends.of_log, ends.of_index
     if of_log is None or of_index is None:
         return of_log or of_index
     if not ends.is_other:
-        return of_log if of_log.position.lsn >= of_index.position.lsn else of_index
+        is_newer = of_log.position.lsn >= of_index.position.lsn
+        return of_log if is_newer or _keeps_more(of_log, of_index, names) else of_index
     ids = [end.tables.get("meta", "store_id") for end in (of_log, of_index)]
     if ids[0] != ids[1] and store_id in ids:
         return of_log if ids[0] == store_id else of_index
+    if _keeps_more(of_log, of_index, names):
+        return of_log
+    if _keeps_more(of_index, of_log, names):
+        return of_index
     missing = [_missing(end.tables, names) for end in (of_log, of_index)]
-    return of_log if missing[0] < missing[1] else of_index
+    return of_log if missing[0] <= missing[1] else of_index
+
+
+def _keeps_more(one: End, other: End, names: Collection[str]) -> bool:
+    """Whether a state leads to more steps that have files than another one, and to none fewer.
+
+    So it is where log and objects were put back from a backup and the index was not: the index
+    knows newer steps, of which nothing is there.
+    """
+    ours, theirs = _whole_steps(one.tables, names), _whole_steps(other.tables, names)
+    return ours != theirs and all(ours.get(name, -1) >= step for name, step in theirs.items())
+
+
+def _whole_steps(tables: DictTables, names: Collection[str]) -> dict[tuple[str, str], int]:
+    """The newest step with all files, of each branch and snapshot that has one."""
+    found: dict[tuple[str, str], int] = {}
+    rows = [
+        *(("branch", name, row["retained"]) for name, row in tables.items("branches")),
+        *(("snapshot", name, [row["commit"]]) for name, row in tables.items("snapshots")),
+    ]
+    for kind, name, commits in rows:
+        told = [tables.get("commits", commit) for commit in commits]
+        whole = [record["step"] for record in told if is_whole(record, names)]
+        if whole:
+            found[kind, name] = max(whole)
+    return found
 
 
 def _missing(tables: DictTables, names: Collection[str]) -> int:

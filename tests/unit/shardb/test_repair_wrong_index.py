@@ -1,0 +1,94 @@
+"""Does a repair believe the log, where the index beside it is not of these files?"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+import shardb
+from shardb.errors import LogTruncatedError
+from shardb.repair import repair
+from tests.support.small_stores import commit_step, copy_store, fill_store, fsck, kinds
+
+BEGUN, BACKED_UP, AHEAD = 3, 5, 9
+
+
+def steps(root: Path) -> dict[str, int]:
+    with shardb.open(root) as store:
+        names = {name: commit.step for name, commit in store.branches().items()}
+        return names | {name: commit.step for name, commit in store.snapshots().items()}
+
+
+def go_on(root: Path, steps: Iterable[int]) -> None:
+    with shardb.open(root) as store:
+        for step in steps:
+            commit_step(store, step)
+
+
+@pytest.fixture
+def backup(root: Path) -> Path:
+    """A store at a step, which is whole."""
+    fill_store(root, range(BACKED_UP + 1), snapshots=(BEGUN,))
+    return root
+
+
+def put_back(source: Path, target: Path, *folders: str) -> None:
+    for folder in folders:
+        shutil.rmtree(target / folder)
+        shutil.copytree(source / folder, target / folder)
+
+
+def test_is_a_backup_whole_that_was_put_back_under_a_newer_index(
+    backup: Path, tmp_path: Path
+) -> None:
+    run = copy_store(backup, tmp_path / "ahead")
+    go_on(run, range(BACKED_UP + 1, AHEAD + 1))
+    put_back(backup, run, "wal", "objects")
+    with pytest.raises(LogTruncatedError):
+        shardb.open(run)
+    outcome = repair(str(run), yes=True)
+    assert steps(run) == steps(backup)
+    assert kinds(fsck(run)) == ["index_set_aside"]
+    lost = [action for action in outcome.plan.actions if action.loses]
+    assert [action.what for action in lost] == ["index_rebuild"]
+    assert lost[0].loses is not None
+    assert f"step {AHEAD} of main" in lost[0].loses, "what the index alone knew is named"
+
+
+def test_does_the_index_count_where_the_newer_files_are_there(backup: Path, tmp_path: Path) -> None:
+    run = copy_store(backup, tmp_path / "ahead")
+    go_on(run, range(BACKED_UP + 1, AHEAD + 1))
+    expected = steps(run)
+    put_back(backup, run, "wal")  # the objects of the newer steps are still there
+    repair(str(run), yes=True)
+    assert steps(run) == expected
+
+
+def test_does_a_snapshot_count_that_only_the_index_knows(backup: Path, tmp_path: Path) -> None:
+    """The log leads to a newer step of main, but not to a snapshot that is whole."""
+    run = copy_store(backup, tmp_path / "ahead")
+    with shardb.open(run) as store:
+        store.create_snapshot("kept")
+    put_back(backup, run, "wal")
+    repair(str(run), yes=True)
+    assert steps(run) == steps(backup) | {"kept": BACKED_UP}
+
+
+@pytest.mark.parametrize("first", [BACKED_UP + 1, BACKED_UP + 2])
+def test_is_the_log_believed_beside_the_index_of_a_sister_copy(
+    backup: Path, tmp_path: Path, first: int
+) -> None:
+    """Two copies went different ways: with the same steps, and with others."""
+    ours, sister = (copy_store(backup, tmp_path / name) for name in ("ours", "sister"))
+    go_on(ours, range(BACKED_UP + 1, AHEAD))
+    go_on(sister, range(first, AHEAD + 1))
+    with shardb.open(ours) as store:
+        store.create_snapshot("mine")
+    expected = steps(ours)
+    put_back(sister, ours, "index")
+    repair(str(ours), yes=True)
+    assert steps(ours) == expected
+    assert kinds(fsck(ours)) == ["index_set_aside"]
