@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,19 +9,17 @@ import pytest
 
 import shardb
 from shardb.branching import create_branch, rewind
-from shardb.errors import BranchLockedError, NotFoundError, StorageFailedError, UsageError
+from shardb.errors import BranchLockedError, NotFoundError, UsageError
 from shardb.filesystem import RealFileSystem
 from shardb.pack import pack_snapshots
 from shardb.repair import repair
 from shardb.repair_objects import Wishes
 from shardb.repair_plan import Outcome
 from shardb.repair_sources import RepairSource, StoreFiles
-from shardb.testing.operations import Fault
-from shardb.testing.recording import RecordingFileSystem
 from shardb.timeline import read_timeline
 from shardb.transfer import clone
 from tests.support import damage as d
-from tests.support.damage import Known, check_repaired, check_values, last_segment
+from tests.support.damage import Known, check_repaired, check_values
 from tests.support.small_stores import (
     commit_step,
     copy_store,
@@ -357,69 +352,3 @@ def test_is_history_left_when_objects_are_lost(run: Path, known: Known) -> None:
     rows = read_timeline(RealFileSystem(), str(run)).rows
     assert [row.step for row in rows] == list(range(7))
     assert rows[-1].is_left
-
-
-# What the storage does not show may be whole
-
-
-@pytest.fixture
-def nobody(run: Path) -> Iterator[None]:
-    """Be a user who owns the store, and may not read everything."""
-    if os.getuid() != 0:
-        pytest.skip("only root can become another user")
-    for path in [run, *run.rglob("*")]:
-        os.chown(path, 65534, 65534)
-    for directory in [*run.parents][:-1]:
-        directory.chmod(directory.stat().st_mode | 0o555)
-    os.seteuid(65534)
-    yield
-    os.seteuid(0)
-
-
-@pytest.mark.parametrize("name", ["objects", "wal"])
-def test_is_nothing_given_up_that_only_may_not_be_read(
-    run: Path, known: Known, nobody: None, name: str
-) -> None:
-    locked = object_of(run, 6, "params/a") if name == "objects" else last_segment(run)
-    locked.chmod(0)
-    with pytest.raises(StorageFailedError, match="nothing says that it is damaged") as caught:
-        mend(run)
-    assert caught.value.path == str(locked)
-    locked.chmod(0o644)
-    assert mend(run).plan.is_empty
-    check_repaired(run, known)
-
-
-def unreadable(run: Path, step: int) -> RecordingFileSystem:
-    """A disk that fails whenever one object is read."""
-    path = object_of(run, step, "params/a")
-    fault = Fault(
-        operation="pread_into", nth=1, error=errno.EIO, persistent=True, path_contains=path.name
-    )
-    return RecordingFileSystem(str(run), fault=fault)
-
-
-@pytest.mark.parametrize("step", [2, 5, 6])
-def test_is_nothing_given_up_that_the_disk_does_not_show(run: Path, step: int) -> None:
-    """A snapshot, a commit that its branch retains, a head."""
-    before = retained(run)
-    outcome = repair(str(run), yes=True, files=unreadable(run, step))
-    assert outcome.plan.actions == []
-    assert {item.path for item in outcome.plan.unmended} == {str(object_of(run, step, "params/a"))}
-    assert "Input/output error" in outcome.plan.unmended[0].why
-    assert outcome.exit_code == 1
-    assert retained(run) == before
-
-
-def test_is_it_given_up_when_it_is_named(run: Path, known: Known) -> None:
-    files = unreadable(run, 2)
-    outcome = repair(str(run), yes=True, files=files, wishes=Wishes(drops=["step-2"]))
-    assert [action.what for action in outcome.plan.actions] == ["snapshot_drop"]
-    check_repaired(run, known)
-
-
-def test_is_it_restored_from_a_copy(run: Path, whole: Path, known: Known) -> None:
-    outcome = repair(str(run), yes=True, files=unreadable(run, 6), source=files_of(whole))
-    assert [action.what for action in outcome.plan.actions] == ["object_restore"]
-    assert outcome.plan.unmended == []
-    check_repaired(run, known)
