@@ -62,6 +62,7 @@ class Recipe:
     gradient_accumulation_steps: int = 1
     shuffle_train: bool = True
     row_order: str = "shuffled"
+    shuffle_buffer_size: int = 0
     optimizer: str = "adamw"
     optimizer_state_dtype: str = "fp32"
     learning_rate: float = 3e-4
@@ -164,6 +165,8 @@ class Recipe:
             values = {k: v for k, v in values.items() if k not in LORA_FIELDS}
         if not self.records_apart:
             del values["records_apart"]
+        if not self.shuffle_buffer_size:
+            del values["shuffle_buffer_size"]
         return canonical_json(values)
 
     @classmethod
@@ -239,6 +242,7 @@ _LIMITS: dict[str, tuple[float, float, bool]] = {
     "threads": (1, 4096, False),
     "micro_batch_size": (1, 2**20, False),
     "gradient_accumulation_steps": (1, 2**20, False),
+    "shuffle_buffer_size": (0, 2**31, False),
     "learning_rate": (0.0, 100.0, True),
     "weight_decay": (0.0, 100.0, False),
     "adam_eps": (0.0, 1.0, True),

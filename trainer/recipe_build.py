@@ -122,6 +122,13 @@ def idle_notes(given: Given, recipe: Recipe, settings: Settings) -> list[str]:
         for name, (needed, off) in _NEEDS.items()
         if name in given and values[needed] == off
     ]
+    if "shuffle_buffer_size" in given and not recipe.shuffle_train:
+        notes.append("--shuffle-buffer-size has no effect without --shuffle-train")
+    elif "shuffle_buffer_size" in given and recipe.row_order != "sequential":
+        notes.append(
+            "--shuffle-buffer-size has no effect without --row-order sequential: rows in shuffled"
+            " order are mixed further already"
+        )
     if "vram_budget" in given and not given.get("fit") and recipe.device == "cpu":
         notes.append("--vram-budget has no effect on the CPU without --fit")
     return notes

@@ -115,6 +115,7 @@ _TRAINING = _flags(
     ("gradient_accumulation_steps", int, "Micro-batches a step."),
     ("shuffle_train", bool, "Shuffle the rows; the order depends on --seed alone."),
     ("row_order", str, "Of a shuffled file: shuffled rows, or sequential (whole files shuffled)."),
+    ("shuffle_buffer_size", int, "Rows shuffled together with --row-order sequential; 0: none."),
     ("optimizer", str, "adamw, lion or adafactor; fixed at the begin."),
     ("optimizer_state_dtype", str, "AdamW's state: fp32, or bf16, int8 (inexact); fixed as well."),
     ("learning_rate", float, "Peak of the schedule."),

@@ -19,8 +19,8 @@ from trainer.sizes import size_of
 # Used where batches, schedules and initial values are made, before the engine sees a step.
 NOT_THE_ENGINES = frozenset(
     "model data_digest seq_len seed device threads micro_batch_size gradient_accumulation_steps "
-    "shuffle_train row_order learning_rate lr_schedule warmup_tokens decay_tokens "
-    "min_lr_ratio loss_scale loss_scale_growth_steps "
+    "shuffle_train row_order shuffle_buffer_size learning_rate lr_schedule warmup_tokens "
+    "decay_tokens min_lr_ratio loss_scale loss_scale_growth_steps "
     "lora_rank lora_alpha lora_targets lora_dropout base_quant".split()
 )
 

@@ -286,6 +286,7 @@ class Run:
                 batch_rows=rows,
                 shuffle=recipe.shuffle_train,
                 row_order="sequential" if recipe.row_order == "sequential" else "shuffled",
+                shuffle_buffer_size=recipe.shuffle_buffer_size,
             )
             for index in range(recipe.gradient_accumulation_steps)
         ]

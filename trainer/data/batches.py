@@ -25,6 +25,7 @@ def batch_at(
     batch_rows: int,
     shuffle: bool = True,
     row_order: RowOrder = "shuffled",
+    shuffle_buffer_size: int = 0,
 ) -> Ids:
     """Return the batch [B, L + 1] whose first row is the one at `position` (rows consumed so far).
 
@@ -34,7 +35,13 @@ def batch_at(
     if batch_rows < 1:
         raise ValueError(f"batch_rows is {batch_rows}; a batch has at least one row")
     places = orders(
-        seed, position, batch_rows, rows.row_counts, shuffle=shuffle, row_order=row_order
+        seed,
+        position,
+        batch_rows,
+        rows.row_counts,
+        shuffle=shuffle,
+        row_order=row_order,
+        shuffle_buffer_size=shuffle_buffer_size,
     )
     return np.stack([rows.row_of(file, row) for file, row in places])
 

@@ -8,6 +8,9 @@ visits every row exactly once. Within an epoch the files are shuffled, gathered 
 `FILES_PER_GROUP`, and the rows of a group are permuted together. A set of up to that many files is
 therefore shuffled as a whole, and a larger one keeps at most that many files in use at a time.
 
+In sequential order each file is read from its first to its last row, and a shuffle buffer of so
+many rows is filled, shuffled and emptied again and again: rows move by less than its size.
+
 Formulas: `mix64` is the output function of SplitMix64 (Steele, Lea, Flood, "Fast splittable
 pseudorandom number generators", OOPSLA 2014; constants of Stafford's variant 13). `permuted` is a
 balanced Feistel network over the smallest even number of bits that holds the domain, with cycle
@@ -101,11 +104,23 @@ class _EpochPlan:
 
     groups: tuple[_Group, ...]
     ends: tuple[int, ...]
+    key: int = 0
 
-    def locate(self, offset: int, *, row_order: RowOrder) -> tuple[int, int]:
+    def locate(
+        self, offset: int, *, row_order: RowOrder, shuffle_buffer_size: int = 0
+    ) -> tuple[int, int]:
+        if row_order == "sequential" and shuffle_buffer_size > 1:
+            offset = self._out_of_buffer(offset, shuffle_buffer_size)
         slot = bisect_right(self.ends, offset)
         start = self.ends[slot - 1] if slot else 0
         return self.groups[slot].locate(offset - start, row_order=row_order)
+
+    def _out_of_buffer(self, offset: int, size: int) -> int:
+        """Shuffle rows among those that are in the buffer with them; an epoch's last are fewer."""
+        filling, place = divmod(offset, size)
+        start = filling * size
+        held = min(size, self.ends[-1] - start)
+        return start + permuted(place, held, key_of(self.key, filling, 2))
 
 
 def _shuffled_files(file_count: int, key: int) -> list[int]:
@@ -127,7 +142,7 @@ def _epoch_plan(seed: int, epoch: int, row_counts: tuple[int, ...]) -> _EpochPla
         ends = tuple(accumulate(row_counts[member] for member in members))
         groups.append(_Group(files=members, ends=ends, key=key_of(epoch_key, start, 1)))
     group_ends = tuple(accumulate(group.ends[-1] for group in groups))
-    return _EpochPlan(groups=tuple(groups), ends=group_ends)
+    return _EpochPlan(groups=tuple(groups), ends=group_ends, key=epoch_key)
 
 
 @lru_cache(maxsize=8)
@@ -145,8 +160,11 @@ def orders(
     *,
     shuffle: bool = True,
     row_order: RowOrder = "shuffled",
+    shuffle_buffer_size: int = 0,
 ) -> Iterator[tuple[int, int]]:
     """Yield (file, row) for `count` positions from `position` on.
+
+    shuffle_buffer_size: rows shuffled among themselves in sequential order; 0 or 1 shuffles none.
 
     Raises ValueError for a negative position, no files, or a file without rows.
     """
@@ -158,7 +176,7 @@ def orders(
         epoch, offset = divmod(at, total)
         if shuffle:
             plan = _epoch_plan(seed, epoch, row_counts)
-            yield plan.locate(offset, row_order=row_order)
+            yield plan.locate(offset, row_order=row_order, shuffle_buffer_size=shuffle_buffer_size)
         else:
             yield _plain_plan(row_counts).locate(offset, row_order="sequential")
 
@@ -169,6 +187,16 @@ def order(
     rows: FileRowCounts,
     shuffle: bool = True,
     row_order: RowOrder = "shuffled",
+    shuffle_buffer_size: int = 0,
 ) -> tuple[int, int]:
     """Return (file, row) of the row read at `position`."""
-    return next(orders(seed, position, 1, rows, shuffle=shuffle, row_order=row_order))
+    found = orders(
+        seed,
+        position,
+        1,
+        rows,
+        shuffle=shuffle,
+        row_order=row_order,
+        shuffle_buffer_size=shuffle_buffer_size,
+    )
+    return next(found)

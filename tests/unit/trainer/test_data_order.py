@@ -155,6 +155,54 @@ def test_does_sequential_order_read_files_through() -> None:
     assert [files[at] for at in range(0, 35, 7)] != list(range(5))
 
 
+@settings(max_examples=60, deadline=None)
+@given(counts=COUNTS, seed=SEEDS, epoch=st.integers(0, 3), size=st.integers(0, 50))
+def test_does_a_shuffle_buffer_equal_filling_and_shuffling_one(
+    counts: list[int], seed: int, epoch: int, size: int
+) -> None:
+    total = sum(counts)
+    in_order = list(orders(seed, epoch * total, total, counts, row_order="sequential"))
+    expected: list[tuple[int, int]] = []
+    for filling, start in enumerate(range(0, total, max(1, size))):
+        held = in_order[start : start + max(1, size)]
+        key = slow_key(slow_key(seed, epoch), filling, 2)
+        expected += [held[place] for place in slow_permutation(len(held), key)]
+    found = orders(
+        seed, epoch * total, total, counts, row_order="sequential", shuffle_buffer_size=size
+    )
+    assert list(found) == expected
+    assert sorted(expected) == sorted(in_order)
+
+
+@settings(max_examples=60, deadline=None)
+@given(counts=COUNTS, seed=SEEDS, position=st.integers(0, 5000), size=st.integers(2, 50))
+def test_does_a_buffered_place_not_depend_on_what_was_read_before(
+    counts: list[int], seed: int, position: int, size: int
+) -> None:
+    def at(position: int, count: int = 1) -> list[tuple[int, int]]:
+        found = orders(
+            seed, position, count, counts, row_order="sequential", shuffle_buffer_size=size
+        )
+        return list(found)
+
+    assert at(position, 20) == [at(position + more)[0] for more in range(20)]
+
+
+def test_does_a_shuffle_buffer_shuffle_and_keep_rows_near() -> None:
+    found = [
+        row for _, row in orders(3, 0, 4096, [4096], row_order="sequential", shuffle_buffer_size=64)
+    ]
+    moved = [abs(row - at) for at, row in enumerate(found)]
+    assert max(moved) < 64
+    assert sum(moved) / len(moved) > 16, "a third of the buffer, where it is shuffled well"
+
+
+def test_does_a_buffer_change_nothing_where_rows_are_shuffled_already_or_not_at_all() -> None:
+    for more in ({"row_order": "shuffled"}, {"shuffle": False}):
+        plain = list(orders(3, 5, 30, [9, 8], **more))
+        assert list(orders(3, 5, 30, [9, 8], shuffle_buffer_size=4, **more)) == plain
+
+
 def test_are_few_files_in_use_at_a_time() -> None:
     counts = [10] * (3 * FILES_PER_GROUP)
     window = [file for file, _ in orders(1, 0, 10 * FILES_PER_GROUP, counts)]

@@ -70,6 +70,14 @@ def test_the_digest_knows_every_bit_and_no_path_or_stop() -> None:
     assert replace(recipe, threads=2).digest != recipe.digest
 
 
+def test_a_recipe_without_a_shuffle_buffer_has_the_bytes_it_had_before() -> None:
+    plain, buffered = begin()[0], begin(shuffle_buffer_size=8, row_order="sequential")[0]
+    assert b"shuffle_buffer_size" not in plain.to_bytes()
+    assert b'"shuffle_buffer_size":8' in buffered.to_bytes()
+    assert Recipe.from_bytes(plain.to_bytes()).shuffle_buffer_size == 0
+    assert Recipe.from_bytes(buffered.to_bytes()) == buffered
+
+
 def test_a_recipe_of_a_newer_version_is_refused() -> None:
     recipe, settings = begin()
     values = json.loads(recipe.to_bytes())
