@@ -36,6 +36,7 @@ from trainer.recipe_build import (
     new_run,
     refuse_other_model,
     resumed_run,
+    settings_given,
 )
 from trainer.recipe_options import options_of
 from trainer.run_shards import Cursor, StoredRun
@@ -129,7 +130,7 @@ def _plan_new(path: Path, found: Found, given: Given, notes: list[str]) -> Plan:
     device = Device.from_name(given.get("device", "auto")).name
     inputs = open_inputs(
         data_dir,
-        given.get("val_data_dir"),
+        settings_given(given).get("val_data_dir"),
         vocab_size=model.vocab_size,
         seq_len=given.get("seq_len"),
         data_dtype=given.get("data_dtype", "npy"),
@@ -225,7 +226,7 @@ def _check_together(plan: Plan) -> None:
     if settings.snapshot_best and not validates(plan):
         raise InputError(
             "--snapshot-best needs losses to compare: give --val-data-dir, and --validate-every"
-            " above 0"
+            " above 0, or --no-snapshot-best"
         )
     rows = plan.inputs.validation_rows
     if settings.validation_whole_batches and rows and rows.row_count < recipe.micro_batch_size:

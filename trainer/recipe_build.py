@@ -40,10 +40,12 @@ _TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 _SCALES = ("guard_replay_lr_scales", "guard_replay_grad_norm_scales")
 # A run is resumed from any working directory, so these are stored whole.
 _FOLDERS = ("data_dir", "val_data_dir", "active", "tensorboard")
-# Folders that a run may do without again.
-_SWITCHED_OFF = ("active", "tensorboard", "vram_budget")
+# What a run may do without again, although it remembers one.
+_SWITCHED_OFF = ("active", "pinned_budget", "tensorboard", "val_data_dir", "vram_budget")
 _OFF_WORDS = ("off", "")
 _BYTE_SIZES = ("vram_budget", "pinned_budget")
+# So many steps' rows, of the most that a step has, are still counted in 63 bits.
+SKIP_BATCHES_MAX = 2**22
 # What decides the form of shards that exist.
 _FORMS = ("optimizer", "optimizer_state_dtype", "master_weight_dtype")
 # What a flag needs to have any effect: another field, which is off where it is in the second place.

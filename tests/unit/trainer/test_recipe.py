@@ -269,11 +269,14 @@ def test_scales_are_numbers_with_commas_between_them() -> None:
 
 
 def test_folders_are_stored_whole_and_off_is_none() -> None:
-    _, settings = begin(active="here", tensorboard="there")
-    assert settings.active == os.path.abspath("here")
-    assert settings.tensorboard == os.path.abspath("there")
-    _, settings = resumed_run(_, settings, {"active": "off", "tensorboard": "off"}, device=None)
-    assert (settings.active, settings.tensorboard) == (None, None)
+    recipe, settings = begin(active="here", tensorboard="there", val_data_dir="seen")
+    folders = (settings.active, settings.tensorboard, settings.val_data_dir)
+    assert folders == tuple(map(os.path.abspath, ("here", "there", "seen")))
+    off = dict.fromkeys(("active", "pinned_budget", "tensorboard", "val_data_dir"), "off")
+    sized = replace(settings, pinned_budget="1GiB")
+    _, settings = resumed_run(recipe, sized, off, device=None)
+    assert all(getattr(settings, name) is None for name in off)
+    assert check_given(off) == []
 
 
 def test_flags_that_go_together_are_asked_for() -> None:
