@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 from shardb.errors import StorageFullError
@@ -127,6 +128,11 @@ def forms_of(recipe: Recipe) -> EngineOptions:
 
 def shard_bytes(model: ModelConfig, forms: EngineOptions) -> dict[str, int]:
     """Give the exact size of every trained shard's object, in forward order."""
+    return dict(_shard_bytes(model, forms))
+
+
+@lru_cache(maxsize=8)  # asked for several times a start, of thousands of layers at the most
+def _shard_bytes(model: ModelConfig, forms: EngineOptions) -> Mapping[str, int]:
     rule = forms.update_rule()
     sizes = {}
     for stage in build_stages(model):

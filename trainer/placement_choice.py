@@ -44,9 +44,11 @@ def placed(budget: Budget, recipe: Recipe, settings: Settings, store: Path) -> B
 def run_boundary_bytes(recipe: Recipe) -> int:
     """Give what the boundaries of a recipe's step take, wherever they are."""
     item = 4 if recipe.dtype == "fp32" else 2
-    tokens = [recipe.micro_batch_size * recipe.seq_len] * recipe.gradient_accumulation_steps
+    tokens = recipe.micro_batch_size * recipe.seq_len
     # Embeddings, blocks, and the last norm.
-    return boundary_bytes(recipe.model.num_layers + 2, tokens, recipe.model.hidden_size * item)
+    stages = recipe.model.num_layers + 2
+    one_batch = boundary_bytes(stages, [tokens], recipe.model.hidden_size * item)
+    return one_batch * recipe.gradient_accumulation_steps
 
 
 def _place(

@@ -92,7 +92,7 @@ def make_plan(
         plan = _fitted(plan, given, note)
     _check_together(plan)
     skipped_rows = given.get("skip_batches", 0) * plan.recipe.rows_per_step
-    said = [*plan.notes, *idle_notes(given, plan.recipe, plan.settings)]
+    said = [*plan.notes, *idle_notes(given, plan.recipe, plan.settings), *_row_notes(plan)]
     if skipped_rows and found.newest is not None and _has_skipped(found, given):
         said.append("--skip-batches was applied when this branch began, and is not again")
         skipped_rows = 0
@@ -236,6 +236,19 @@ def _check_together(plan: Plan) -> None:
         )
     if settings.active is not None:
         _check_active_place(plan.store, Path(settings.active))
+
+
+def _row_notes(plan: Plan) -> list[str]:
+    """Warn where a step has more rows than there are, so that it learns some of them twice."""
+    rows, recipe = plan.inputs.rows, plan.recipe
+    if recipe.rows_per_step <= rows.row_count:
+        return []
+    warning = (
+        f"warning: a step takes {recipe.rows_per_step:,} rows and {rows.directory} holds"
+        f" {rows.row_count:,}: some are in it more than once; lower --micro-batch-size or"
+        " --gradient-accumulation-steps"
+    )
+    return [warning]
 
 
 def validates(plan: Plan) -> bool:

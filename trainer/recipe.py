@@ -114,6 +114,12 @@ class Recipe:
                 f" --max-position-embeddings {self.model.max_position_embeddings}:"
                 " raise it, or prepare shorter rows"
             )
+        if self.micro_batch_size * self.seq_len > MICRO_BATCH_TOKENS_MAX:
+            raise InputError(
+                f"--micro-batch-size {self.micro_batch_size} of rows of {self.seq_len} tokens is"
+                f" {self.micro_batch_size * self.seq_len:,} tokens at once: give at most"
+                f" {MICRO_BATCH_TOKENS_MAX // self.seq_len}"
+            )
         if self.lr_schedule in ("linear", "cosine") and self.decay_tokens == 0:
             raise InputError(
                 f"--lr-schedule {self.lr_schedule} needs --decay-tokens: over how many tokens the"
@@ -235,6 +241,8 @@ def flag_of(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
+# Tokens of a micro-batch, far below where the size of a tensor in it would overflow.
+MICRO_BATCH_TOKENS_MAX = 2**31
 # Lowest and highest allowed value; a third element True excludes the lowest itself.
 _LIMITS: dict[str, tuple[float, float, bool]] = {
     "seq_len": (1, 2**20, False),

@@ -96,8 +96,11 @@ def check_given(given: Given) -> list[str]:
         raise InputError("--json goes with --dry-run: the step log of a run is JSON already")
     if "from_ref" in given and "branch" not in given:
         raise InputError("--from goes with --branch: the name of the branch that begins there")
-    if given.get("skip_batches", 0) < 0:
-        raise InputError(f"--skip-batches is {given['skip_batches']}: it must be at least 0")
+    if not 0 <= given.get("skip_batches", 0) <= SKIP_BATCHES_MAX:
+        raise InputError(
+            f"--skip-batches is {given['skip_batches']}: it must be at least 0 and at most"
+            f" {SKIP_BATCHES_MAX}"
+        )
     _check_sizes(given)
     return [
         f"{flag_of(flag.field)} has no effect here: {_first_lower(flag.help)}"

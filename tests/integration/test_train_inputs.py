@@ -271,3 +271,42 @@ def test_without_validation_data_nothing_is_validated_and_that_is_said(
     assert "not validated" in capsys.readouterr().err
     with shardb.open(store) as opened:
         assert "validation_loss" not in opened.resolve().metrics
+
+
+def test_validation_is_off_where_it_is_said_although_the_run_remembers_a_folder(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "run"
+    validated = ("--val-data-dir", str(data / "val"), "--validate-every", "1")
+    assert train_here(arguments(store, data, *validated, "--max-steps", "1")) == 0
+    off = ("--val-data-dir", "off", "--max-steps", "2")
+    assert train_here(arguments(store, None, *off)) == 0
+    assert "no --val-data-dir" in capsys.readouterr().err
+    # It stays off until a folder is given again, and a run may begin so.
+    assert train_here(arguments(store, None, "--max-steps", "3")) == 0
+    assert train_here(arguments(store, None, *validated, "--max-steps", "4")) == 0
+    lines = [json.loads(line) for line in (store / "logs" / "steps.jsonl").open()]
+    assert [line["step"] for line in lines if "validation_loss" in line] == [1, 4]
+    assert train_here(arguments(tmp_path / "new", data, *off, "--dry-run")) == 0
+    best = arguments(store, None, *off, "--snapshot-best", "--max-steps", "5")
+    assert train_here(best) == 2
+    assert "--no-snapshot-best" in capsys.readouterr().err
+
+
+def test_a_step_of_more_rows_than_there_are_is_told(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rows, is_told in (("40", False), ("41", True)):
+        run = arguments(tmp_path / "run", data, "--dry-run")
+        assert train_here([*run, "--micro-batch-size", rows]) == 0
+        assert ("a step takes 41 rows" in capsys.readouterr().out) is is_told
+
+
+def test_a_step_that_no_machine_holds_is_refused_with_the_flags(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flag in ("--micro-batch-size", "--gradient-accumulation-steps"):
+        run = arguments(tmp_path / "run", data, flag, "1000000")
+        assert train_here([*run, "--micro-batch-size", "1000000"]) == 2
+        assert flag in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -14,14 +14,16 @@ from typing import Any
 from trainer.errors import InputError
 from trainer.model.rope_scaling import RopeScaling
 
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "num_layers",
-    "num_heads",
-    "intermediate_size",
-    "max_position_embeddings",
-)
+# The largest of each: far above any model, and below where a product of some would overflow.
+_SIZES_MAX = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "num_layers": 2**14,
+    "num_heads": 2**14,
+    "head_dim": 2**14,
+    "intermediate_size": 2**24,
+    "max_position_embeddings": 2**31,
+}
 _POSITIVE = ("rope_theta", "rms_norm_eps", "initializer_range")
 
 
@@ -69,8 +71,11 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _check_types(self)
-        for name in _SIZES:
-            _require(getattr(self, name) >= 1, name, f"is {getattr(self, name)}", "give 1 or more")
+        for name, most in _SIZES_MAX.items():
+            size = getattr(self, name)
+            least = 0 if name == "head_dim" else 1
+            _require(size >= least, name, f"is {size}", f"give {least} or more")
+            _require(size <= most, name, f"is {size}", f"give at most {most}")
         self._fill_heads()
         self._check_heads()
         self._check_values()

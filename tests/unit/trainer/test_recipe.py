@@ -103,6 +103,11 @@ def test_a_recipe_of_a_newer_version_is_refused() -> None:
         ("micro_batch_size", 0, "at least 1 and at most 1048576"),
         ("gradient_accumulation_steps", 0, "at least 1"),
         ("lm_head_chunk_tokens", 0, "at least 1"),
+        ("num_layers", 10**9, "at most 16384"),
+        ("vocab_size", 10**12, "at most"),
+        ("hidden_size", 10**12, "at most"),
+        ("intermediate_size", 10**30, "at most"),
+        ("max_position_embeddings", 10**30, "at most"),
         ("warmup_tokens", -1, "at least 0"),
         ("min_lr_ratio", 1.5, "at most 1"),
         ("max_steps", -1, "at least 0"),
@@ -124,6 +129,12 @@ def test_a_wrong_value_is_refused_by_name(flag: str, value: Any, says: str) -> N
         begin(**{flag: value})
     assert caught.value.exit_code == 2
     assert flag in str(caught.value).replace("--", "").replace("-", "_")
+
+
+def test_rows_of_more_tokens_than_any_step_has_are_refused() -> None:
+    longest = ModelConfig(**SIZES, max_position_embeddings=2**20)
+    with pytest.raises(InputError, match=r"--micro-batch-size 4096 .* at most 2048"):
+        replace(begin()[0], model=longest, seq_len=2**20, micro_batch_size=4096)
 
 
 def test_without_a_preset_every_size_is_asked_for_by_name() -> None:
@@ -282,8 +293,9 @@ def test_folders_are_stored_whole_and_off_is_none() -> None:
 def test_flags_that_go_together_are_asked_for() -> None:
     with pytest.raises(InputError, match="--branch"):
         check_given({"from_ref": "step-3"})
-    with pytest.raises(InputError, match="--skip-batches"):
-        check_given({"skip_batches": -1})
+    for count in (-1, 10**30):
+        with pytest.raises(InputError, match="--skip-batches"):
+            check_given({"skip_batches": count})
     with pytest.raises(InputError, match="--store run"):
         check_given({"run_dir": "run"})
 
