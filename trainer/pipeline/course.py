@@ -100,6 +100,6 @@ class PipelineCourse:
         for batch in tokens:
             lanes.hold(batch.ids, Lane.COMPUTE)
             lanes.hold(batch.labels, Lane.COMPUTE)
-        ahead = PipelineStep(self._pipeline, step.step + 1, tokens, step.staged())
+        ahead = PipelineStep(self._pipeline, step.step + 1, tokens, step)
         ahead.begin()
         self._ahead = _Ahead(step=ahead, rows=rows)

@@ -7,9 +7,9 @@ Invariant: a shard is read before the step stages its next version.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -104,30 +104,49 @@ class BaseImages:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Brought:
-    """A stage's parameters on the device: in a slot, or resident."""
+    """A stage's parameters on the device: in a slot, or resident.
+
+    read: behind it a copy out of the slot, which others may read meanwhile, is done.
+    """
 
     name: str
     buffer: Tensor
     slot: Slot | None
+    read: Mark | None = None
 
 
 class Parameters:
-    """Feeds the parameters of the stages of `order`, as far ahead as there are slots."""
+    """Feeds the parameters of the stages of `order`, as far ahead as there are slots.
+
+    A stage that comes again soon stays in its slot until then: the last ones of a forward pass are
+    the first of the replay. So do the last ones of the replay, the first of the step after:
+    `left_over` takes them out, and they are what that step's feed begins with.
+    """
 
     def __init__(
         self,
         lanes: Lanes,
         base: BaseImages,
         ring: Ring,
-        residents: dict[str, Resident],
+        residents: Mapping[str, Resident],
         order: Sequence[str],
         peer: Peer | None = None,
+        begins_with: Sequence[Brought] = (),
     ) -> None:
         self._lanes = lanes
         self._base = base
         self._ring = ring
         self._residents = residents
-        self._coming = deque(name for name in order if name not in residents)
+        self._here = {brought.name: brought for brought in begins_with}
+        streamed = [name for name in order if name not in residents]
+        self._uses = Counter(streamed)
+        self._stays = _that_stay(streamed, len(ring))
+        self._coming = deque(
+            name
+            for index, name in enumerate(streamed)
+            if not (name in self._stays and name in streamed[:index])
+            and not (name in self._here and name not in streamed[:index])
+        )
         self._ahead: deque[tuple[str, Slot, Mark | None]] = deque()
         self._peer = peer
         if peer is not None:  # the last stages of a step that was staged were written first
@@ -139,6 +158,9 @@ class Parameters:
         resident = self._residents.get(name)
         if resident is not None:
             return Brought(name=name, buffer=resident.params, slot=None)
+        self._uses[name] -= 1
+        if name in self._here:
+            return self._here.pop(name)
         arrived, slot, mark = self._ahead.popleft()
         assert arrived == name, (arrived, name)
         self._lanes.wait(Lane.COMPUTE, mark)
@@ -146,10 +168,38 @@ class Parameters:
         return Brought(name=name, buffer=slot.buffer, slot=slot)
 
     def give_back(self, brought: Brought, lane: Lane) -> None:
-        """Say that what `lane` was asked for so far is the last use of a stage."""
-        if brought.slot is not None:
-            self._ring.give_back(brought.slot, lane)
-            self._fetch()
+        """Say that what `lane` was asked for so far is the last use of a stage, for now."""
+        if brought.slot is None:
+            return
+        if self._uses[brought.name] and brought.name in self._stays:
+            self._here[brought.name] = brought
+            return
+        self._ring.give_back(brought.slot, lane, brought.read)
+        self._fetch()
+
+    def give_back_updated(self, brought: Brought) -> None:
+        """Say that OUT is the last to use a stage, unless the next step begins with it."""
+        if brought.slot is None:
+            return
+        # One slot has to be free for what comes behind them.
+        if not self._coming and len(self._ahead) + len(self._here) < len(self._ring) - 1:
+            self._here[brought.name] = replace(brought, read=self._lanes.mark(Lane.OUT))
+        else:
+            self.give_back(brought, Lane.OUT)
+
+    def left_over(self) -> list[Brought]:
+        """Take out what was kept for the next step."""
+        assert not self._coming, "a step that is not over needs its slots"
+        assert not self._ahead
+        found = [*self._here.values()]
+        self._here.clear()
+        return found
+
+    def end(self) -> None:
+        """Give back what was kept for a next step that does not begin with it."""
+        for brought in self.left_over():
+            assert brought.slot is not None
+            self._ring.give_back(brought.slot, Lane.OUT)
 
     def _fetch(self) -> None:
         while self._coming and self._ring.has_room:
@@ -163,6 +213,16 @@ class Parameters:
                 with self._lanes.on(Lane.PARAMS_IN, f"parameters {name}"):
                     slot.buffer[: source.numel()].copy_(source, non_blocking=True)
             self._ahead.append((name, slot, self._lanes.mark(Lane.PARAMS_IN)))
+
+
+def _that_stay(order: Sequence[str], slots: int) -> set[str]:
+    """Name the stages that come again so soon that the slots hold all that comes between."""
+    found = set()
+    for index, name in enumerate(order):
+        again = [later for later in range(index + 1, len(order)) if order[later] == name]
+        if again and len({*order[index : again[0]]}) <= slots:
+            found.add(name)
+    return found
 
 
 class StateTiles:

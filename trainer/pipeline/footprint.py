@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from trainer.pipeline.shapes import ITEM_BYTES, StageShape
 
-# Stages below this share of the largest are kept before all others.
+# Stages below this share of the largest always stay on the device.
 SMALL_SHARE = 0.01
 
 
@@ -39,7 +39,7 @@ class PipelineSizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spending:
-    """What spare memory is spent on: more slots, and stages that stay on the device."""
+    """What spare memory is spent on: more slots, and which stages stay on the device then."""
 
     more_slots: bool
     stages: tuple[str, ...]
@@ -57,33 +57,37 @@ def growth_bytes(shapes: Sequence[StageShape], sizes: PipelineSizes) -> int:
 def spending(shapes: Mapping[str, StageShape], sizes: PipelineSizes, spare_bytes: int) -> Spending:
     """Say what so much spare memory is best spent on.
 
-    Slots come first, unless every stage can stay. Of the stages the small ones come first, then the
-    first two: a replay ends and the next forward pass begins with them, and while their copies out
-    are still under way that pass needs nothing that has to come in. The others lie as far from one
-    another as can be, so that the link catches up while each of them is computed.
+    Small stages stay anyway. Slots come first, unless every stage can stay. Of the stages the first
+    two come first: a replay ends and the next forward pass begins with them, and while their copies
+    out are still under way that pass needs nothing that has to come in. The others lie as far from
+    one another as can be, so that the link catches up while each of them is computed.
     """
-    needed = {name: resident_bytes(shape) for name, shape in shapes.items()}
+    always = set(small_stages(shapes))
+    needed = {n: resident_bytes(shape) for n, shape in shapes.items() if n not in always}
     if sum(needed.values()) <= spare_bytes:
         return Spending(more_slots=False, stages=tuple(shapes))
     growth = growth_bytes([*shapes.values()], sizes)
     more_slots = growth <= spare_bytes
     left = spare_bytes - growth if more_slots else spare_bytes
-    stages = []
-    for name in _in_keeping_order([*shapes], needed):
+    stages = [*always]
+    for name in _in_keeping_order([*needed]):
         if needed[name] <= left:
             stages.append(name)
             left -= needed[name]
     return Spending(more_slots=more_slots, stages=tuple(stages))
 
 
-def _in_keeping_order(names: Sequence[str], needed: Mapping[str, int]) -> list[str]:
-    small = SMALL_SHARE * max(needed.values())
-    first = [name for name in names if needed[name] < small]
-    large = [name for name in names if needed[name] >= small]
-    others = large[2:-1]
+def small_stages(shapes: Mapping[str, StageShape]) -> list[str]:
+    """Name the stages that always stay: they take next to nothing, and would take a slot each."""
+    limit = SMALL_SHARE * max(resident_bytes(shape) for shape in shapes.values())
+    return [name for name, shape in shapes.items() if resident_bytes(shape) < limit]
+
+
+def _in_keeping_order(names: Sequence[str]) -> list[str]:
+    others = names[2:-1]
     bits = len(others).bit_length()
     places = sorted(range(len(others)), key=lambda n: f"{n + 1:0{bits}b}"[::-1])
-    return [*first, *large[:2], *(others[n] for n in places), *large[2:][-1:]]
+    return [*names[:2], *(others[n] for n in places), *names[2:][-1:]]
 
 
 def resident_bytes(shape: StageShape) -> int:

@@ -17,12 +17,12 @@ from trainer.device_lanes import Lane, Lanes, Mark
 
 
 class Slot:
-    """One buffer; `free` is behind its last use."""
+    """One buffer; `free` are the marks behind which it is used by nobody."""
 
     def __init__(self, buffer: Tensor, name: str) -> None:
         self.buffer = buffer
         self.name = name
-        self.free: Mark | None = None
+        self.free: tuple[Mark | None, ...] = ()
 
 
 class Ring:
@@ -70,20 +70,22 @@ class Ring:
         """Give the next slot, which must have been given back; `lane` waits until it is free."""
         assert self._free, "a slot is taken that nobody gave back"
         slot = self._free.popleft()
-        self._lanes.wait(lane, slot.free)
+        for mark in slot.free:
+            self._lanes.wait(lane, mark)
         return slot
 
-    def give_back(self, slot: Slot, lane: Lane) -> None:
-        """Say that what `lane` was asked for so far is the last use of a slot."""
+    def give_back(self, slot: Slot, lane: Lane, other: Mark | None = None) -> None:
+        """Say that what `lane` was asked for so far is the last use of a slot, beside `other`."""
         assert slot not in self._free
         if self._poison:
+            self._lanes.wait(lane, other)
             with self._lanes.on(lane):
                 slot.buffer.fill_(float("nan"))
-        slot.free = self._lanes.mark(lane)
+        slot.free = (self._lanes.mark(lane), other)
         self._free.append(slot)
 
     def reset(self) -> None:
         """Count every slot as given back, after a step that did not come to its end."""
         for slot in self.slots:
-            slot.free = None
+            slot.free = ()
         self._free = deque(self.slots)

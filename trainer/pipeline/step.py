@@ -27,7 +27,7 @@ from torch import Tensor
 from trainer.clipping import total_norm
 from trainer.device_lanes import Lane
 from trainer.gradients import PlacedSum
-from trainer.pipeline.feeding import BaseImages, Brought, Parameters, StagedImage, StateTiles
+from trainer.pipeline.feeding import BaseImages, Brought, Parameters, StateTiles
 from trainer.pipeline.gradients import GradientBank
 from trainer.pipeline.graphs import HeadWork
 from trainer.pipeline.measuring import Told
@@ -54,15 +54,18 @@ class _HeadDone:
 class PipelineStep:
     """Step `step` on `batches`; `conclude` stages the next version of every shard, or nothing.
 
-    staged: what the step before staged, where this one begins before it is committed.
+    before: the step before, where this one begins from what that staged, before it is committed.
     """
+
+    _params: Parameters
+    _updates: Updates
 
     def __init__(
         self,
         pipeline: Pipeline,
         step: int,
         batches: Sequence[Tokens],
-        staged: Mapping[str, StagedImage] | None = None,
+        before: PipelineStep | None = None,
     ) -> None:
         self.step = step
         self._pipeline = pipeline
@@ -72,7 +75,9 @@ class PipelineStep:
         self._clock = StepClock()
         self._compute = model.compute(self._clock)
         self._mode = model.options.grad_clip_mode
+        staged = before._updates.writes.staged if before is not None else None
         self._base = BaseImages(pipeline.shapes, pipeline.images, staged=staged)
+        self._left_over = before._params.left_over() if before is not None else []
         # What becomes resident while a step is under way is so from the next one on.
         self._residents = dict(pipeline.residents)
         self._names = [stage.name for stage in model.owners()]
@@ -102,11 +107,14 @@ class PipelineStep:
 
         They are asked for, rather: the device may be at it when this returns.
         """
-        if self._residents:  # as the step before leaves them
-            self._lanes.wait(Lane.COMPUTE, self._lanes.mark(Lane.UPDATE))
+        # What is on the device already is as the step before leaves it.
+        self._lanes.wait(Lane.COMPUTE, self._lanes.mark(Lane.UPDATE))
         self._bring_residents()
         trunk = [stage.name for stage in self._model.trunk]
-        self._params = self._feed([*trunk, self._model.head.name, *reversed(trunk)])
+        self._params = self._feed(
+            [*trunk, self._model.head.name, *reversed(trunk)], self._left_over
+        )
+        self._left_over = []
         with self._clock.measure("forward_kernel_seconds"):
             hidden = self._forward()
         with self._clock.measure("head_kernel_seconds"):
@@ -149,12 +157,9 @@ class PipelineStep:
         self._pipeline.count_step()
         return self._result(told)
 
-    def staged(self) -> Mapping[str, StagedImage]:
-        """Give where this step put every shard: the next one may begin from there."""
-        return self._updates.writes.staged
-
     def close(self) -> None:
         """Let go of the base, so that a commit can use its images again."""
+        self._params.end()
         self._base.forget()
         del self._updates  # it knows this step, and the two would wait for garbage collection
 
@@ -166,6 +171,7 @@ class PipelineStep:
         if clipped and self._updates_at_once:
             again()
             self._drop(txn)
+            self._params.end()
             self._bring_residents()
             self._updates = self._open_updates(txn)
         if clipped or not self._updates_at_once:
@@ -199,11 +205,10 @@ class PipelineStep:
                 for lane in (Lane.COMPUTE, Lane.UPDATE):
                     self._lanes.wait(lane, self._lanes.mark(Lane.PARAMS_IN))
 
-    def _feed(self, order: Sequence[str]) -> Parameters:
+    def _feed(self, order: Sequence[str], begins_with: Sequence[Brought] = ()) -> Parameters:
         pipeline = self._pipeline
-        return Parameters(
-            self._lanes, self._base, pipeline.params, self._residents, order, pipeline.peer
-        )
+        base, ring, kept = self._base, pipeline.params, self._residents
+        return Parameters(self._lanes, base, ring, kept, order, pipeline.peer, begins_with)
 
     def _open_updates(self, txn: ShardTransaction) -> Updates:
         pipeline = self._pipeline
@@ -325,7 +330,7 @@ class PipelineStep:
         elif self._mode == "shard":
             slot.buffer[: shape.count].mul_(self._measures.scale_of(name, total_norm([norms])))
         self._updates.update(brought, slot.buffer, self._lanes.mark(Lane.COMPUTE))
-        self._params.give_back(brought, Lane.OUT)
+        self._params.give_back_updated(brought)
         pipeline.gradients.give_back(slot, self._after(Lane.UPDATE))
 
     def _after(self, lane: Lane) -> Lane:

@@ -29,7 +29,13 @@ from trainer.model import layers
 from trainer.model.stages import build_head, build_trunk
 from trainer.optimizers.adamw import AdamW
 from trainer.pipeline.course import PipelineCourse, Rows
-from trainer.pipeline.footprint import Spending, growth_bytes, resident_bytes, spending
+from trainer.pipeline.footprint import (
+    Spending,
+    growth_bytes,
+    resident_bytes,
+    small_stages,
+    spending,
+)
 from trainer.pipeline.measuring import Measures, Told
 from trainer.pipeline.pipeline import Pipeline, PipelineSettings, stage_shapes
 from trainer.pipeline.shapes import ImageShape
@@ -92,7 +98,8 @@ def predicted_spending(
     """Name all stages, say what spare memory will be spent on, and what it could be at most."""
     shapes = stage_shapes(_model(shape, Device(META)), settings.sizes)
     spent = spending(shapes, settings.sizes, spare_bytes)
-    most = sum(resident_bytes(each) for each in shapes.values())
+    always = small_stages(shapes)
+    most = sum(resident_bytes(each) for name, each in shapes.items() if name not in always)
     if len(spent.stages) < len(shapes):
         most += growth_bytes([*shapes.values()], settings.sizes)
     return tuple(shapes), spent, most
