@@ -19,6 +19,7 @@ from shardb.filesystem import RealFileSystem
 from shardb.layout import build
 from trainer.errors import InputError
 from trainer.host_memory import machine_memory
+from trainer.host_updates import PENDING_MAX
 from trainer.model.config import ModelConfig
 from trainer.model.stages import build_stages, parameter_count
 from trainer.optimizers.bf16_masters import stored_specs
@@ -242,7 +243,7 @@ def _memory(recipe: Recipe, settings: Settings, activations: str) -> dict[str, i
     ahead = 0 if settings.prefetch_shards == "off" else settings.prefetch_window
     parts = {
         "the runtime": RUNTIME_BYTES,
-        "one stage's shards, old and new": 2 * largest,
+        "one stage's shards, old and new": 2 * largest * _updated_at_once(recipe),
         "shards read ahead": min(ahead * max(sizes.values()), commit_bytes),
         "the next commit's shards": commit_bytes,
         "the last commit's shards": min(commit_bytes, CACHE_BYTES),
@@ -252,6 +253,10 @@ def _memory(recipe: Recipe, settings: Settings, activations: str) -> dict[str, i
     gradients = [build(stage.specs).size_bytes for stage in build_stages(recipe.model)]
     waiting = sum(gradients) if recipe.grad_clip_mode == "global" else max(gradients)
     return parts | {"gradients": waiting}
+
+
+def _updated_at_once(recipe: Recipe) -> int:
+    return 1 if recipe.optimizer_device in ("auto", "gpu") else 1 + PENDING_MAX
 
 
 def existing_parent(path: Path) -> Path:

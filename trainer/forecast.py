@@ -28,8 +28,8 @@ CACHED_BYTES = 1 << 30
 class Load:
     """What a step does: its recipe and settings, and sizes that follow from them.
 
-    stored_bytes: of all shards; shards: how many; parameters: in all; kept_share: of them on the device for good;
-    boundary_bytes: what waits between the passes; pipelined: the way that steps go.
+    stored_bytes: of all shards; shards: how many; parameters: in all; kept_share: of them on the
+    device for good; boundary_bytes: what waits between the passes; pipelined: the way of the steps.
     """
 
     recipe: Recipe

@@ -11,6 +11,7 @@ size that was asked for.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -22,6 +23,7 @@ from torch import Tensor
 from shardb import TensorSpec, torch_adaptor
 from shardb.layout import build
 from trainer.device import ALIGNMENT_BYTES, Device
+from trainer.host_updates import PENDING_MAX
 from trainer.model import layers
 from trainer.model.stages import Stage, build_head, build_trunk
 from trainer.optimizers.bf16_masters import stored_specs
@@ -79,6 +81,8 @@ class _HostWalk(StepWalk):
         super().__init__(trace, options, trunk, head)
         self._rule = options.update_rule()
         self._waiting: list[tuple[Stage, dict[str, Tensor]]] = []
+        # Updates in a thread of their own hold their gradients while the step goes on.
+        self._given: deque[dict[str, Tensor]] = deque(maxlen=PENDING_MAX)
 
     def bring_in(self, stage: Stage) -> dict[str, Tensor]:
         """Cast what is not stored as it computes, or lies where kernels would round otherwise."""
@@ -108,6 +112,8 @@ class _HostWalk(StepWalk):
 
     def _update_now(self, stage: Stage, gradients: dict[str, Tensor]) -> None:
         """Run the rule on old and new values that are the store's memory."""
+        if self.options.updates_on_host(stage.name):
+            self._given.append(gradients)
         specs = stored_specs(stage.specs, self.options.master_weight_dtype)
         with self.trace.left_out():
             params, new_params = _images(specs), _images(specs)

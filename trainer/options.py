@@ -24,6 +24,7 @@ _CHOICES = {
     "dtype": ("fp32", "bf16", "fp16"),
     "master_weight_dtype": ("fp32", "bf16"),
     "optimizer": ("adamw", "lion", "adafactor"),
+    "optimizer_device": ("gpu", "cpu", "split"),
     "optimizer_state_dtype": ("fp32", "bf16", "int8"),
     "grad_clip_mode": ("global", "shard", "none"),
     "weight_decay_scope": ("all", "matrices"),
@@ -44,6 +45,8 @@ class EngineOptions:
         is for.
     optimizer: `adamw`, `lion` or `adafactor` (which has no use for beta1, beta2 and adam_eps).
     optimizer_state_dtype: of stored AdamW state; all but `fp32` are inexact, see `EncodedAdamW`.
+    optimizer_device: `gpu` updates where the step computes, `cpu` on the processor, `split` so for
+        the stages of `optimizer_host_stages`. A GPU rounds otherwise than a processor.
     grad_clip_mode: `global` (one norm over the model, exact), `shard` (one each), `none`.
     lm_head_chunk_tokens: tokens whose logits exist at once.
     records_apart: rows may hold records that do not see each other.
@@ -69,6 +72,8 @@ class EngineOptions:
     master_weight_dtype: str = "fp32"
     optimizer: str = "adamw"
     optimizer_state_dtype: str = "fp32"
+    optimizer_device: str = "gpu"
+    optimizer_host_stages: tuple[str, ...] = ()
     grad_clip_mode: str = "global"
     max_grad_norm: float = 1.0
     lm_head_chunk_tokens: int = 4096
@@ -153,6 +158,12 @@ class EngineOptions:
             grad_norm_scales=self.guard_replay_grad_norm_scales,
             on_exhaust=self.guard_replay_on_exhaust,
         )
+
+    def updates_on_host(self, stage: str) -> bool:
+        """Say whether a stage is updated on the processor, beside the device."""
+        if self.optimizer_device == "split":
+            return stage in self.optimizer_host_stages
+        return self.optimizer_device == "cpu"
 
     def update_rule(self) -> UpdateRule:
         """Give the update rule."""

@@ -20,6 +20,7 @@ from trainer.errors import InputError
 from trainer.fitting import tuned_here
 from trainer.found import Found
 from trainer.inputs import Inputs, end_of_text_id, open_inputs, tokenizer_notes
+from trainer.lora.base_tier import BaseTier, base_tier, tier_text
 from trainer.lora.budget import adapter_budget
 from trainer.model.stages import check_keeps_apart
 from trainer.model.stored import SOURCE_SHARD
@@ -40,6 +41,7 @@ from trainer.recipe_build import (
 )
 from trainer.recipe_options import options_of
 from trainer.run_shards import Cursor, StoredRun
+from trainer.update_place import updates_placed
 
 
 def _unsaid(_text: str) -> None:
@@ -61,6 +63,7 @@ class Plan:
     budget: Budget
     cursor: Cursor
     notes: tuple[str, ...]
+    base_tier: BaseTier | None = None
     tuned: Tuned | None = None
 
     @property
@@ -88,9 +91,13 @@ def make_plan(
         plan = _plan_resumed(path, found, found.newest, given, notes)
     if given.get("fit") and plan.recipe.lora is not None:
         raise InputError("--fit is for training whole weights: give --micro-batch-size instead")
+    plan = _with_updates_placed(plan, note)
     if given.get("fit"):
         plan = _fitted(plan, given, note)
     _check_together(plan)
+    if plan.recipe.lora is not None:
+        tier = base_tier(plan.recipe, plan.recipe.lora, plan.settings, plan.store)
+        plan = replace(plan, base_tier=tier, notes=(*plan.notes, tier_text(tier)))
     skipped_rows = given.get("skip_batches", 0) * plan.recipe.rows_per_step
     said = [*plan.notes, *idle_notes(given, plan.recipe, plan.settings), *_row_notes(plan)]
     if skipped_rows and found.newest is not None and _has_skipped(found, given):
@@ -208,6 +215,16 @@ def _fitted(plan: Plan, given: Given, note: Callable[[str], None]) -> Plan:
         notes=(*plan.notes, *tuned.notes),
         tuned=tuned,
     )
+
+
+def _with_updates_placed(plan: Plan, note: Callable[[str], None]) -> Plan:
+    """Make one place, or a list of stages, of what `--optimizer-device` says."""
+    stored = plan.found.newest.recipe if plan.found.newest else None
+    recipe, said = updates_placed(plan.recipe, plan.settings, stored, note)
+    if recipe == plan.recipe:
+        return plan
+    budget = _budget(recipe, plan.settings, plan.store)
+    return replace(plan, recipe=recipe, budget=budget, notes=(*plan.notes, *said))
 
 
 def _budget(recipe: Recipe, settings: Settings, store: Path) -> Budget:

@@ -24,11 +24,14 @@ from trainer.model.stored import canonical_json
 from trainer.schedule import SHAPES, Schedule
 
 FORMAT = 1
+PLACE_FIELDS = frozenset(("optimizer_device", "optimizer_host_stages"))
 LORA_FIELDS = frozenset("lora_rank lora_alpha lora_targets lora_dropout base_quant".split())
 CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("fp32", "bf16", "fp16"),
     "master_weight_dtype": ("fp32", "bf16"),
     "optimizer": ("adamw", "lion", "adafactor"),
+    # `auto` is what a plan makes one of the others of: no stored recipe has it.
+    "optimizer_device": ("auto", "gpu", "cpu", "split"),
     "optimizer_state_dtype": ("fp32", "bf16", "int8"),
     "data_dtype": ("npy", "uint16", "uint32"),
     "row_order": ("shuffled", "sequential"),
@@ -41,6 +44,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "device_pipeline": ("auto", "on", "off"),
     "gradient_placement": ("vram", "host", "recompute"),
     "base_quant": QUANTS,
+    "base_tier": ("auto", "ram", "disk"),
+    "disk_kind": ("auto", "nvme", "ssd", "rotating"),
     "activation_placement": ("auto", "vram", "host", "spill"),
 }
 
@@ -65,6 +70,8 @@ class Recipe:
     shuffle_buffer_size: int = 0
     optimizer: str = "adamw"
     optimizer_state_dtype: str = "fp32"
+    optimizer_device: str = "gpu"
+    optimizer_host_stages: tuple[str, ...] = ()
     learning_rate: float = 3e-4
     weight_decay: float = 0.05
     weight_decay_scope: str = "all"
@@ -169,6 +176,8 @@ class Recipe:
         values = _plain(self) | {"model": self.model.to_json(), "format": FORMAT}
         if not self.lora_rank:
             values = {k: v for k, v in values.items() if k not in LORA_FIELDS}
+        if self.optimizer_device == "gpu":  # left out for the same reason
+            values = {k: v for k, v in values.items() if k not in PLACE_FIELDS}
         if not self.records_apart:
             del values["records_apart"]
         if not self.shuffle_buffer_size:
@@ -219,6 +228,8 @@ class Settings:
     max_pending_shard_writes: int = 4
     timing_sync_cuda: bool = False
     poison_buffers: bool = False
+    base_tier: str = "auto"
+    disk_kind: str = "auto"
     tensorboard: str | None = None
 
     def __post_init__(self) -> None:
@@ -328,6 +339,11 @@ def _check_scales(recipe: Recipe) -> None:
 
 
 def _check_adapters(recipe: Recipe) -> None:
+    if recipe.lora is not None and recipe.optimizer_device not in ("auto", "gpu"):
+        raise InputError(
+            f"--optimizer-device {recipe.optimizer_device}: adapters are updated where the step"
+            " computes: leave it out"
+        )
     if recipe.lora is not None and recipe.master_weight_dtype != "fp32":
         raise InputError("--master-weight-dtype: adapters are kept in fp32: leave it out")
     if recipe.lora is None and recipe.base_quant != "none":

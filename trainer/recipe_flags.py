@@ -118,6 +118,7 @@ _TRAINING = _flags(
     ("shuffle_buffer_size", int, "Rows shuffled together with --row-order sequential; 0: none."),
     ("optimizer", str, "adamw, lion or adafactor; fixed at the begin."),
     ("optimizer_state_dtype", str, "AdamW's state: fp32, or bf16, int8 (inexact); fixed as well."),
+    ("optimizer_device", str, "Updates: gpu (where steps compute), cpu, split; auto measures."),
     ("learning_rate", float, "Peak of the schedule."),
     ("weight_decay", float, "Decoupled decay a unit of learning rate."),
     ("weight_decay_scope", str, "all parameters, or matrices only."),
@@ -171,6 +172,8 @@ _SETTING = (
         ("max_pending_shard_writes", int, "Shards that may wait to be written."),
         ("timing_sync_cuda", bool, "Wait for the GPU around each timing: for diagnosis, slower."),
         ("poison_buffers", bool, "Fill a frozen base's used buffers with NaN: for diagnosis."),
+        ("base_tier", str, "A frozen base waits in ram, on disk, or auto: where there is room."),
+        ("disk_kind", str, "nvme, ssd, rotating: what the store's disk is; auto: asks the kernel."),
         ("tensorboard", str, "Folder for TensorBoard's event files, or off."),
     ),
     Flag(

@@ -44,6 +44,8 @@ def options_of(
     }
     for field in fields(Recipe):
         value = getattr(recipe, field.name)
+        if field.name == "optimizer_device" and value == "auto":
+            continue  # a plan has yet to make one of the others of it
         if field.name in known:
             values[field.name] = value
         elif field.name not in NOT_THE_ENGINES and value != field.default:

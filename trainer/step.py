@@ -13,7 +13,9 @@ updated while it is still in from its replay.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -22,7 +24,9 @@ from shardb import TensorSpec, torch_adaptor
 from shardb.views import ShardView, StagedShard
 from trainer.backward import StageGradients
 from trainer.clipping import clip_scale, total_norm
+from trainer.device import Device
 from trainer.gradient_pass import GradientPass
+from trainer.host_updates import HostUpdates
 from trainer.model.stages import Stage
 from trainer.normaliser import Normalisation, normalisation
 from trainer.optimizers.tiles import ShardUpdate
@@ -87,13 +91,14 @@ class TrainStep:
         self._clock = StepClock(model.device.wait if model.options.timing_sync_cuda else None)
         self._compute = model.compute(self._clock)
         self._scales: list[float] = []
+        self._host = HostUpdates()
         self._window = self._open(model.step_order())
 
     def run(self, batches: Sequence[Tokens]) -> StepResult:
         """Do the whole step on `batches`, which hold at least one label that counts."""
         self._model.prepare(batches)
         normalised = self._normalisation(batches)
-        with self._window:
+        with self._window, closing(self._host):
             gradients = GradientPass(
                 self._model,
                 self._window,
@@ -107,6 +112,8 @@ class TrainStep:
                 for ready in gradients.run(batches):
                     self._update(ready, self._shard_scale(gradients.norms[ready.stage.name]))
                     del ready  # while the next stage's are computed nothing holds these
+            with self._clock.measure("optimizer_math_seconds"):
+                self._host.finish()
         self._model.device.wait()
         return self._result(gradients, batches, normalised)
 
@@ -157,10 +164,46 @@ class TrainStep:
         with self._window.take(f"optim/{name}") as state_view:
             params = self._stage(f"params/{name}", ready.view, "param_save_stage_seconds")
             state = self._stage(f"optim/{name}", state_view, "optimizer_save_stage_seconds")
+            if self._model.options.updates_on_host(name):
+                self._give_to_host(ready, state_view, params, state, scale)
+                return
             with self._clock.measure("optimizer_math_seconds"):
                 write_update(self._model, self._order, ready, state_view, params, state, scale)
             self._seal(params, "param_save_stage_seconds")
             self._seal(state, "optimizer_save_stage_seconds")
+
+    def _give_to_host(
+        self,
+        ready: StageGradients,
+        state_view: ShardView,
+        params: StagedShard,
+        state: StagedShard,
+        scale: float,
+    ) -> None:
+        """Let the shard be updated on the processor while this thread goes on."""
+        with self._clock.measure("gradient_cpu_copy_seconds"):
+            here = {n: self._model.device.to_host(g) for n, g in ready.gradients.items()}
+        ready = StageGradients(stage=ready.stage, view=ready.view, gradients=here)
+        update = partial(
+            write_update,
+            self._model,
+            self._order,
+            ready,
+            state_view,
+            params,
+            state,
+            scale,
+            device=Device.from_name("cpu"),
+        )
+
+        def work() -> None:
+            update()
+            with self._window.lock:
+                params.seal()
+                state.seal()
+
+        with self._clock.measure("optimizer_math_seconds"):
+            self._host.give(work)
 
     def _stage(self, name: str, like: ShardView, bucket: str) -> StagedShard:
         with self._clock.measure(bucket), self._window.lock:
@@ -184,8 +227,8 @@ class TrainStep:
             tokens=sum(batch.ids.numel() for batch in batches),
             valid_tokens=sum(batch.valid_count for batch in batches),
             updated_shards=len(self._scales),
-            max_active_param_shards=self._window.active_max["params"],
-            max_active_optimizer_shards=self._window.active_max["optim"],
+            max_active_param_shards=self._window.active_max["params"] + self._host.pending_max,
+            max_active_optimizer_shards=self._window.active_max["optim"] + self._host.pending_max,
             shard_norms={name: float(total_norm([norms])) for name, norms in shards.items()},
             timings=dict(self._clock.seconds),
             normaliser=normalised.to_json() if normalised else None,
@@ -200,10 +243,16 @@ def write_update(
     params: StagedShard,
     state: StagedShard,
     scale: float,
+    *,
+    device: Device | None = None,
 ) -> None:
-    """Write a shard's next parameters and state, and wait until they are there."""
+    """Write a shard's next parameters and state, and wait until they are there.
+
+    device: where the update is computed, None for where the step is.
+    """
+    place = device or model.device
     model.optimizer.update(
-        model.device,
+        place,
         ShardUpdate(
             name=ready.stage.name,
             params=torch_adaptor.tensors(ready.view),
@@ -216,4 +265,4 @@ def write_update(
             step=order.step,
         ),
     )
-    model.device.wait()
+    place.wait()
