@@ -17,7 +17,13 @@ from trainer.model.stages import Stage
 from trainer.optimizers.adamw import STATE_NAMES, AdamW
 from trainer.options import EngineOptions
 from trainer.pipeline.boundaries import Boundaries, new_boundaries
-from trainer.pipeline.footprint import PipelineSizes, growth_bytes, resident_bytes, spending
+from trainer.pipeline.footprint import (
+    PipelineSizes,
+    growth_bytes,
+    resident_bytes,
+    small_stages,
+    spending,
+)
 from trainer.pipeline.gradients import GradientBank
 from trainer.pipeline.graphs import Passes
 from trainer.pipeline.measuring import Measures
@@ -70,6 +76,7 @@ class Pipeline:
         self.shapes = stage_shapes(model, sizes)
         self.peer = Peer(self.lanes, self.shapes, second) if second is not None else None
         self.residents: dict[str, Resident] = {}
+        self.keep_resident(small_stages(self.shapes))
         self.passes = Passes(self.lanes)
         self.clipped_last = True
         self.steps_done = 0
@@ -183,7 +190,8 @@ class Pipeline:
         if budget is None:
             return
         spare = budget - self.model.device.peak_bytes() - sizes.margin_bytes
-        kept = sum(resident_bytes(self.shapes[name]) for name in self.residents)
+        always = small_stages(self.shapes)
+        kept = sum(resident_bytes(self.shapes[n]) for n in self.residents if n not in always)
         chosen = spending(self.shapes, sizes, spare + kept)
         if chosen.more_slots:
             spare -= growth_bytes([*self.shapes.values()], sizes)
