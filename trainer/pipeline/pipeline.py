@@ -234,6 +234,7 @@ def is_supported(options: EngineOptions) -> bool:
     """Say whether the pipeline can do these steps; the others take the plain way."""
     return (
         options.optimizer == "adamw"
+        and options.optimizer_device == "gpu"
         and options.optimizer_state_dtype == "fp32"
         and options.master_weight_dtype == "fp32"
         and options.dtype in ("bf16", "fp32")
