@@ -23,6 +23,7 @@ WRITE = os.O_RDWR
 CREATE = os.O_CREAT
 EXCLUSIVE = os.O_EXCL
 DIRECT = getattr(os, "O_DIRECT", 0)
+READ_PIECE_BYTES = 16 << 20
 
 Buffer = bytes | bytearray | memoryview | mmap.mmap
 
@@ -220,7 +221,9 @@ def read_exactly(files: FileSystem, file: int, length: int, offset: int) -> byte
     parts: list[bytes] = []
     read_bytes = 0
     while read_bytes < length:
-        part = files.pread(file, length - read_bytes, offset + read_bytes)
+        # The buffer of a read is as large as what is asked for, not as what is there.
+        asked = min(length - read_bytes, READ_PIECE_BYTES)
+        part = files.pread(file, asked, offset + read_bytes)
         if not part:
             break
         parts.append(part)

@@ -14,6 +14,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, ClassVar, TypeVar
 
 import lmdb
@@ -24,8 +25,10 @@ from shardb.filesystem import CREATE, WRITE, FileSystem, opened
 from shardb.log import START, Position
 from shardb.state import TABLES
 
-# Address space, not disk: the file grows as needed. Never changed while a process may have it open.
+# Address space, not disk: the file grows as needed.
 MAP_BYTES = 16 << 30
+# Where a process may not have as much (`ulimit -v`).
+SMALLER_MAPS_BYTES = (1 << 30, 128 << 20)
 READERS_MAX = 512
 # What LMDB's lock file takes for that many readers, in whole pages.
 LOCK_FILE_BYTES = 36 << 10
@@ -79,16 +82,7 @@ class _SharedEnvironment:
 
     def __init__(self, directory: str) -> None:
         self.users = 0
-        self.environment = lmdb.open(
-            directory,
-            map_size=MAP_BYTES,
-            max_dbs=len(TABLES),
-            max_readers=READERS_MAX,
-            metasync=False,
-            writemap=False,
-            readahead=False,
-            mode=0o666,
-        )
+        self.environment = self._open(directory)
         try:
             self.environment.reader_check()
             with self.environment.begin(write=True) as transaction:
@@ -100,11 +94,33 @@ class _SharedEnvironment:
             self.environment.close()  # else this process could never open it again
             raise
 
+    @staticmethod
+    def _open(directory: str) -> Any:
+        """Open LMDB with as much address space as there is."""
+        *larger, smallest = (MAP_BYTES, *SMALLER_MAPS_BYTES)
+        for map_bytes in larger:
+            with suppress(lmdb.MemoryError):
+                return _open_lmdb(directory, map_bytes)
+        return _open_lmdb(directory, smallest)
+
     @classmethod
     def close_inherited(cls, process: int) -> None:
         """In a forked child: close what the parent had open; the library refuses it else."""
         for key in [key for key in cls.opened if key[0] != process]:
             cls.opened.pop(key).environment.close()
+
+
+def _open_lmdb(directory: str, map_bytes: int) -> Any:
+    return lmdb.open(
+        directory,
+        map_size=map_bytes,
+        max_dbs=len(TABLES),
+        max_readers=READERS_MAX,
+        metasync=False,
+        writemap=False,
+        readahead=False,
+        mode=0o666,
+    )
 
 
 class Index:
@@ -173,6 +189,12 @@ class Index:
     def _error(self, error: lmdb.Error) -> ShardbError:
         """The store's own error for one of LMDB's."""
         text = str(error)
+        if isinstance(error, lmdb.MemoryError):
+            return StorageFailedError(
+                f"{self.path}: not enough address space for the index: this process may have too "
+                "little (`ulimit -v`, or its batch system's limit); raise it, and run this again",
+                path=self.path,
+            )
         full = isinstance(error, lmdb.DiskError | lmdb.MapFullError)
         full = full or "No space left" in text or "quota" in text
         if "Input/output error" in text:
