@@ -41,7 +41,7 @@ class StepWalk(ABC):
             device=Device(META),
             dtype=options.torch_dtype,
             clock=StepClock(),
-            new_boundary=_away if away else list,
+            new_boundary=away_boundary if away else list,
         )
 
     @abstractmethod
@@ -119,7 +119,8 @@ class _Away:
         """It holds nothing."""
 
 
-def _away() -> AwayBoundary:
+def away_boundary() -> AwayBoundary:
+    """Give a boundary that is not in the memory that is walked through."""
     return AwayBoundary(_Away())
 
 

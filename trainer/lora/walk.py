@@ -9,10 +9,12 @@ is not the one that computes; where it is, a host needs less.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,15 +23,18 @@ from trainer.device import Device
 from trainer.gradients import GradientSum, taken
 from trainer.head import head_backward
 from trainer.host_walk import SCALARS_BYTES
+from trainer.lora.feeding import SLOTS
+from trainer.lora.forms import whole
 from trainer.lora.model import brought_bytes, slot_bytes
 from trainer.lora.slots import Lease
-from trainer.lora.stages import AdaptedStage, adapted
-from trainer.lora.targets import linear_modules
+from trainer.lora.stages import AdaptedStage, adapted, leased
+from trainer.lora.targets import adapter_specs, linear_modules
 from trainer.model import layers
 from trainer.model.adapter_settings import LoraSettings
 from trainer.model.micro_batch import drop_keys, stand_ins
 from trainer.model.stages import build_head, build_trunk
-from trainer.step_walk import kind_of
+from trainer.placement import Boundary
+from trainer.step_walk import away_boundary, kind_of
 from trainer.tape import Compute, ReplayTape, Tape
 from trainer.timing import StepClock
 from trainer.vram import (
@@ -42,6 +47,9 @@ from trainer.vram import (
     lasting_bytes,
 )
 from trainer.vram_trace import META, FusedAttention, HostAttention, MemoryTrace, block_bytes
+
+# Tensors of a tile that Adafactor holds: value, gradient and three of its own.
+ADAFACTOR_TILES = 5
 
 
 def predicted_adapter_bytes(shape: StepShape, lora: LoraSettings, *, is_host: bool) -> int:
@@ -72,26 +80,22 @@ def _walked(
         shape.seq_len, config.head_dim, config.rope_theta, dtype, META, config.rope_scaling
     )
     trace = MemoryTrace(block_bytes=(lambda size: size) if is_host else block_bytes)
-    # A packed base is walked through as one that is not, since its products are no torch code.
-    plain = replace(lora, base_quant="none")
-    trunk = [adapted(stage, plain) for stage in build_trunk(config)]
-    packed = [adapted(stage.inner, lora) for stage in trunk]
-    walk = _AdapterWalk(trace, shape, trunk, adapted(build_head(config), plain), is_host=is_host)
-    walk.slot_bytes = slot_bytes(packed, dtype)
+    trunk = [adapted(stage, lora) for stage in build_trunk(config)]
+    walk_of = _HostWalk if is_host else _DeviceWalk
+    walk = walk_of(trace, shape, trunk, adapted(build_head(config), lora))
     ids = [
         torch.empty(shape.micro_batch_size, shape.seq_len, dtype=torch.int64, device=META)
         for _ in range(shape.accumulation)
     ]
     with trace, HostAttention() if is_host else FusedAttention():
         walk.step(ids)
-    if lora.base_quant == "none":
-        return trace.peaks
-    unpacked = _unpacked_bytes(trunk, dtype)
-    return {p: held + (unpacked if p.endswith("block") else 0) for p, held in trace.peaks.items()}
+    return trace.peaks
 
 
-class _AdapterWalk:
+class _AdapterWalk(ABC):
     """One step; `trace` has what it holds, phase by phase."""
+
+    is_host: ClassVar[bool]
 
     def __init__(
         self,
@@ -99,19 +103,21 @@ class _AdapterWalk:
         shape: StepShape,
         trunk: Sequence[AdaptedStage],
         head: AdaptedStage,
-        *,
-        is_host: bool,
     ) -> None:
         self._trace = trace
         self._shape = shape
         self._trunk = trunk
         self._head = head
-        self._is_host = is_host
         self._dtype = shape.options.torch_dtype
         keys = drop_keys(trunk[0].lora.dropout, seed=0, step=1, count=shape.accumulation)
-        compute = Compute(device=Device(META), dtype=self._dtype, clock=StepClock())
-        self._compute = replace(compute.knowing(keys), tracks=not is_host)
-        self.slot_bytes = slot_bytes(trunk, self._dtype)
+        is_away = shape.options.activation_placement != "vram" and not self.is_host
+        compute = Compute(
+            device=Device(META),
+            dtype=self._dtype,
+            clock=StepClock(),
+            new_boundary=away_boundary if is_away else list,
+        )
+        self._compute = replace(compute.knowing(keys), tracks=not self.is_host)
         self._slots: list[Tensor] = []
 
     def step(self, ids: Sequence[Tensor]) -> None:
@@ -119,9 +125,8 @@ class _AdapterWalk:
         if self._shape.options.records_apart:
             on_host = bool(self._shape.model.hf_config)
             self._compute = self._compute.knowing(documents=stand_ins(ids, on_host=on_host))
-        count = 1 if self._is_host else 2
-        self._slots = [_memory(self.slot_bytes) for _ in range(count)]
-        adapters = self._adapters()
+        self.begin()
+        adapters = self.adapters()
         tapes: list[Tape] = []
         for stage in self._trunk:
             inputs = tapes[-1].outputs if tapes else ids
@@ -136,10 +141,41 @@ class _AdapterWalk:
                 tapes.pop().backward(adapters[stage.name], gradients, total)
             held.append(taken(total.gradients))
         with self._trace.phase("update"):
-            if not self._is_host:  # where old and new values are the store's memory
-                self._trace.moment(TILE_BYTES * TILES.get(self._shape.options.optimizer, 5))
+            self.update()
 
-    def _through_head(self, tapes: list[Tape], ids: Sequence[Tensor]) -> list[Tensor]:
+    @abstractmethod
+    def begin(self) -> None:
+        """Take what is there during the whole step."""
+
+    @abstractmethod
+    def adapters(self) -> dict[str, dict[str, Tensor]]:
+        """Give the adapters as they compute."""
+
+    @abstractmethod
+    def update(self) -> None:
+        """Go through the update of everything."""
+
+    @abstractmethod
+    def weights(self, stage: AdaptedStage) -> dict[str, Tensor]:
+        """Give a stage's weights as they compute; what has memory of its own is counted."""
+
+    @abstractmethod
+    def own(self, stage: AdaptedStage) -> list[Tensor]:
+        """Take what a stage has for a visit where it has no slot."""
+
+    def left_out_weights(self, stage: AdaptedStage) -> dict[str, Tensor]:
+        """Give weights that are counted elsewhere, or that are not this memory's."""
+        with self._trace.left_out():
+            return self.empty_weights(stage)
+
+    def empty_weights(self, stage: AdaptedStage) -> dict[str, Tensor]:
+        """Give weights of a stage's shapes."""
+        return {
+            name: torch.empty(parameter.shape, dtype=self._dtype, device=META)
+            for name, parameter in stage.inner.parameters.items()
+        }
+
+    def _through_head(self, tapes: list[Tape], ids: Sequence[Tensor]) -> Boundary:
         with self._trace.phase("head"), self._visit(self._head):
             found = head_backward(
                 self._head,
@@ -148,43 +184,115 @@ class _AdapterWalk:
                 ids,
                 valid_tokens=1,
                 chunk_tokens=self._shape.options.lm_head_chunk_tokens,
+                into=self._compute.new_boundary(),
             )
             tapes[-1].outputs.clear()
-        return list(found.hidden)
-
-    def _adapters(self) -> dict[str, dict[str, Tensor]]:
-        """On a host they are the store's memory."""
-        if self._is_host:
-            with self._trace.left_out():
-                return {stage.name: _empty_adapters(stage) for stage in self._trunk}
-        return {stage.name: _empty_adapters(stage) for stage in self._trunk}
+        return found.hidden
 
     @contextmanager
     def _visit(self, stage: AdaptedStage) -> Iterator[None]:
-        """Bind weights; what is larger than a slot takes memory of its own."""
-        needed = brought_bytes(stage, self._dtype)
-        is_kept = stage.is_table or stage.name.startswith("block_")
-        own = [_memory(needed)] if needed > self.slot_bytes and not is_kept else []
-        with self._trace.left_out():
-            weights = {
-                name: torch.empty(parameter.shape, dtype=self._dtype, device=META)
-                for name, parameter in stage.inner.parameters.items()
-            }
-        if not self._is_host:
-            # A copy that also casts goes through the stored form of its largest tensor.
-            self._trace.moment(max(4 * tensor.numel() for tensor in weights.values()))
-        with stage.binding.bound(Lease(weights, None)):
+        own, weights = self.own(stage), self.weights(stage)
+        with leased(stage, Lease(weights, None)):
+            del weights
             yield
         own.clear()
 
 
-def _unpacked_bytes(trunk: Sequence[AdaptedStage], dtype: torch.dtype) -> int:
-    """Give what the largest matrix of a block takes while a product has it unpacked, twice over.
+class _HostWalk(_AdapterWalk):
+    """Where the host computes: adapters and values of an update are the store's own memory."""
 
-    It is unpacked in the form that it was packed from, and then cast to the one that computes.
+    is_host = True
+
+    def begin(self) -> None:
+        """See `_AdapterWalk`."""
+        self._slot_bytes = slot_bytes(self._trunk, self._dtype)
+        self._slots = [_memory(self._slot_bytes)]
+
+    def adapters(self) -> dict[str, dict[str, Tensor]]:
+        """See `_AdapterWalk`."""
+        with self._trace.left_out():
+            return {stage.name: _empty_adapters(stage) for stage in self._trunk}
+
+    def update(self) -> None:
+        """See `_AdapterWalk`."""
+
+    def weights(self, stage: AdaptedStage) -> dict[str, Tensor]:
+        """See `_AdapterWalk`."""
+        return self.left_out_weights(stage)
+
+    def own(self, stage: AdaptedStage) -> list[Tensor]:
+        """What is larger than a slot takes memory of its own; so does what is unpacked."""
+        needed = brought_bytes(stage, self._dtype)
+        is_kept = stage.is_table or stage.is_block
+        own = [_memory(needed)] if needed > self._slot_bytes and not is_kept else []
+        if stage.is_packed:
+            own.append(_memory(unpacked_bytes(stage, self._dtype)))
+        return own
+
+
+class _DeviceWalk(_AdapterWalk):
+    """On a device: stages come through slots, adapters in one run of bytes each way."""
+
+    is_host = False
+
+    def begin(self) -> None:
+        """Take the slots of blocks, and what other stages have from the beginning of a pass."""
+        size = slot_bytes(self._trunk, self._dtype)
+        self._slots = [_memory(size) for _ in range(SLOTS)]
+        self._head_memory = [_memory(brought_bytes(self._head, self._dtype))]
+        self._others = [
+            _memory(brought_bytes(stage, self._dtype))
+            for stage in self._trunk
+            if not stage.is_block and not stage.is_table
+        ]
+
+    def adapters(self) -> dict[str, dict[str, Tensor]]:
+        """See `_AdapterWalk`."""
+        self._adapters = _memory(self._adapter_bytes)
+        with self._trace.left_out():
+            return {stage.name: _empty_adapters(stage) for stage in self._trunk}
+
+    @property
+    def _adapter_bytes(self) -> int:
+        shapes = [p.shape for stage in self._trunk for p in stage.parameters.values()]
+        return sum(whole(4 * math.prod(shape)) for shape in shapes)
+
+    def update(self) -> None:
+        """Old and new values, of adapters and state, and what the rule makes of a tile."""
+        rule = self._shape.options.update_rule()
+        specs = {
+            f"{stage.name}:{name}": spec
+            for stage in self._trunk
+            for name, spec in adapter_specs(stage.inner, stage.lora).items()
+        }
+        state = sum(whole(spec.bytes) for spec in rule.state_specs(specs).values())
+        tiles = TILE_BYTES * TILES.get(self._shape.options.optimizer, ADAFACTOR_TILES)
+        self._trace.moment(2 * block_bytes(self._adapter_bytes + state) + tiles)
+
+    def weights(self, stage: AdaptedStage) -> dict[str, Tensor]:
+        """What is unpacked has memory of its own for a visit."""
+        if stage.is_packed and self._dtype == torch.bfloat16:
+            return self.empty_weights(stage)
+        return self.left_out_weights(stage)
+
+    def own(self, stage: AdaptedStage) -> list[Tensor]:
+        """The head's memory is given up behind its only visit."""
+        if stage is self._head:
+            return self._head_memory
+        if stage.is_packed and self._dtype != torch.bfloat16:
+            return [_memory(unpacked_bytes(stage, self._dtype))]
+        return []
+
+
+def unpacked_bytes(stage: AdaptedStage, dtype: torch.dtype) -> int:
+    """Give what is unpacked of a block at a time.
+
+    Where it was packed from the dtype that computes, as bf16 is taken to be, the whole block;
+    else the matrix of a product, in the form that it was packed from and in the one that computes.
     """
-    shapes = [shape for stage in trunk for shape in linear_modules(stage.inner).values()]
-    return max(math.prod(shape) for shape in shapes) * (4 + dtype.itemsize)
+    sizes = [math.prod(shape) for shape in linear_modules(stage.inner).values()]
+    one = max(sizes) * (4 + dtype.itemsize)
+    return max(one, sum(sizes) * dtype.itemsize) if dtype == torch.bfloat16 else one
 
 
 def _memory(size: int) -> Tensor:
