@@ -50,7 +50,9 @@ def opened_tiers(plan: Plan, engine: Engine, around: Surroundings) -> Iterator[T
     settings, branch = plan.settings, plan.found.branch
     plan.store.absolute().parent.mkdir(parents=True, exist_ok=True)
     if settings.active is None:
-        with _opened(plan.store, settings, around) as store:
+        tier = plan.base_tier
+        cache_bytes = CACHE_BYTES if tier is None else tier.cache_bytes
+        with _opened(plan.store, settings, around, cache_bytes=cache_bytes) as store:
             _bring_branch(plan, store, engine, around)
             _check_unmoved(plan, store)
             write_hint(plan.store, branch, None)

@@ -7,18 +7,21 @@ device memory: `budget` refuses the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.budget import TENSORS, Budget, forms_of, is_ram_disk, room_bytes, step_shape
-from trainer.ceiling import DEVICE_COPY_BYTES, measure, step_flops
+from trainer.budget import TENSORS, Budget, is_ram_disk, room_bytes, step_shape
+from trainer.ceiling import DEVICE_COPY_BYTES, Ceiling, measure, step_flops
 from trainer.device import Device
 from trainer.errors import InputError
 from trainer.host_memory import machine_memory
+from trainer.lora.base_tier import RAM, BaseTier, tier_text
+from trainer.lora.forecast import bracket
 from trainer.lora.walk import predicted_adapter_phases
 from trainer.model.adapter_settings import LoraSettings
+from trainer.options import EngineOptions
 from trainer.pipeline.choosing import vram_budget_of
 from trainer.recipe import Recipe, Settings
 from trainer.recipe_options import pinned_budget_bytes
@@ -29,6 +32,8 @@ from trainer.vram import StepShape
 
 # What a common consumer drive of 1 TB is warranted for.
 DRIVE_BYTES_WRITTEN = 600 * 10**12
+# A frozen base is brought in once each way.
+VISITS = 2
 YEAR_SECONDS = 365.25 * 24 * 3600
 VRAM_REMEDY = (
     "lower --micro-batch-size (and raise --gradient-accumulation-steps), --lm-head-chunk-tokens,"
@@ -38,13 +43,17 @@ VRAM_REMEDY = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BudgetLine:
-    """One budget: what is needed of what is there; None where there is no limit to hold against."""
+    """One budget: what is needed of what is there; None where there is no limit to hold against.
+
+    more: what else there is to tell, by name.
+    """
 
     name: str
     needed: float
     available: float | None
     text: str
     remedy: str
+    more: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def share(self) -> float:
@@ -60,7 +69,7 @@ class BudgetLine:
             "share": self.share,
             "text": self.text,
             "remedy": self.remedy,
-        }
+        } | dict(self.more)
 
 
 def preflight(
@@ -71,11 +80,12 @@ def preflight(
     *,
     seconds: float | None = None,
     measures: bool = False,
+    tier: BaseTier | None = None,
 ) -> list[BudgetLine]:
     """Give every budget.
 
     seconds: of a step of this run, where one was made; measures: else take a tenth of a second to
-    measure this machine.
+    measure this machine; tier: where a frozen base waits, if there is one.
     """
     device = Device.from_name(recipe.device)
     shape = step_shape(recipe, settings, budget.activations, budget.placement)
@@ -84,11 +94,16 @@ def preflight(
         _boundaries(budget, device),
         _host_memory(budget),
         _page_locked(device, settings, budget),
+        *_frozen_base(tier),
         *_ram_disk(settings, budget),
         _disk_space(budget, store),
     ]
-    step_seconds = _step_time(recipe, budget, device, seconds, measures=measures)
-    return [*lines, step_seconds, _disk_writes(settings, budget, store, step_seconds.needed)]
+    # In the dtype that computes: products in another one are as fast as they are elsewhere.
+    dtype = EngineOptions(dtype=recipe.dtype).torch_dtype
+    rates = measure(dtype, device) if measures else None
+    step_seconds = _step_time(recipe, budget, rates, seconds)
+    lines += [step_seconds, *_speed(recipe, tier, rates)]
+    return [*lines, _disk_writes(settings, budget, store, step_seconds.needed)]
 
 
 def binding(lines: Sequence[BudgetLine]) -> BudgetLine:
@@ -184,6 +199,31 @@ def _page_locked(device: Device, settings: Settings, budget: Budget) -> BudgetLi
     return _line("page-locked memory", needed, limit, text, "raise --pinned-budget")
 
 
+def _frozen_base(tier: BaseTier | None) -> list[BudgetLine]:
+    """Tell where a frozen base waits between visits, and why."""
+    if tier is None:
+        return []
+    return [_line("frozen base", tier.base_bytes, None, tier_text(tier), "")]
+
+
+def _speed(recipe: Recipe, tier: BaseTier | None, rates: Ceiling | None) -> list[BudgetLine]:
+    """Foretell the speed beside a frozen base, as a bracket."""
+    if tier is None or rates is None or recipe.lora is None:
+        return []
+    found = bracket(recipe, recipe.lora, VISITS * tier.base_bytes, rates)
+    beside = "" if tier.kind == RAM else "; reading the base from the disk is not in it"
+    return [
+        BudgetLine(
+            name="speed",
+            needed=found.most,
+            available=None,
+            text=found.text + beside,
+            remedy="",
+            more=found.to_json(),
+        )
+    ]
+
+
 def _ram_disk(settings: Settings, budget: Budget) -> list[BudgetLine]:
     if settings.active is None:
         return []
@@ -205,15 +245,14 @@ def _disk_space(budget: Budget, store: Path) -> BudgetLine:
 
 
 def _step_time(
-    recipe: Recipe, budget: Budget, device: Device, seconds: float | None, *, measures: bool
+    recipe: Recipe, budget: Budget, rates: Ceiling | None, seconds: float | None
 ) -> BudgetLine:
     """Tell the last step's time, or the least that this machine could need."""
     if seconds is not None:
         text = f"{seconds:.3g} s, as the last one took"
         return _line("time a step", seconds, None, text, "")
-    if not measures:
+    if rates is None:
         return _line("time a step", 0, None, "not measured yet", "")
-    rates = measure(forms_of(recipe).torch_dtype, device)
     least = max(
         step_flops(recipe) / rates.matmul_flops_per_second,
         budget.commit_bytes / rates.copy_bytes_per_second,

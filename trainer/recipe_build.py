@@ -57,7 +57,7 @@ _NEEDS: Mapping[str, tuple[str, Any]] = MappingProxyType(
         "prefetch_optimizer_shards": ("prefetch_shards", "off"),
         "max_pending_shard_writes": ("async_shard_writes", False),
         "row_order": ("shuffle_train", False),
-        "poison_buffers": ("lora_rank", 0),
+        **dict.fromkeys(("poison_buffers", "base_tier", "disk_kind"), ("lora_rank", 0)),
         **dict.fromkeys(("lora_alpha", "lora_targets", "lora_dropout"), ("lora_rank", 0)),
         **{
             f"global_optimizer_{name}": ("global_optimizer_every", 0)

@@ -26,6 +26,7 @@ from trainer.engine import Engine
 from trainer.errors import InputError
 from trainer.forecast_check import ForecastCheck
 from trainer.found import find_run
+from trainer.lora.base_tier import RAM
 from trainer.lora.engine import AdapterEngine
 from trainer.opening import Surroundings, opened_tiers
 from trainer.pipeline.choosing import pipeline_settings, pipeline_way
@@ -94,6 +95,7 @@ def engine_for(
     activations: str = "recompute",
     placement: str = "vram",
     spill_folder: str | None = None,
+    keeps_base: bool = True,
 ) -> Engine:
     """Make the engine of a run; sets the number of torch's threads, on which sums depend."""
     torch.set_num_threads(recipe.threads)
@@ -108,6 +110,7 @@ def engine_for(
             seed=recipe.seed,
             spill_folder=spill_folder,
             poison=settings.poison_buffers,
+            keeps_base=keeps_base,
         )
     engine = Engine(recipe.model, options, device, spill_folder=spill_folder)
     chosen = pipeline_settings(settings, options, device)
@@ -132,6 +135,7 @@ def opened_run(
         plan.budget.activations,
         plan.budget.placement,
         spill_folder=str(plan.store / "spare"),
+        keeps_base=plan.base_tier is None or plan.base_tier.kind == RAM,
     )
     with opened_tiers(plan, engine, around) as tiers, closing(engine):
         head = tiers.training.branches()[tiers.branch]
@@ -286,4 +290,5 @@ def _preflight(plan: Plan, *, measures: bool) -> list[BudgetLine]:
         plan.store,
         seconds=stored.commit.metrics.get("seconds") if stored else None,
         measures=measures,
+        tier=plan.base_tier,
     )
