@@ -18,7 +18,7 @@ from shardb.records import Record, new_record
 from shardb.recovery import catch_up
 from shardb.references import Retired
 from shardb.state import Tables
-from shardb.storage_errors import FULL, storage_error, storage_errors
+from shardb.storage_errors import FULL, reason, storage_error, storage_errors
 
 if TYPE_CHECKING:
     from shardb.store import Store
@@ -88,16 +88,17 @@ class Appender:
         except NoSpaceInLogError as error:
             raise self.error("writing the log", error, len(payload)) from error
         except OSError as error:
+            said = reason(self._store.files, error)
             failure = StorageFailedError(
                 f"{self._store.root}: the storage failed while a {record['kind']} record was "
-                f"written to the log ({error}); reopen the store to see whether it landed",
+                f"written to the log ({said}); reopen the store to see whether it landed",
                 path=self._store.root,
             )
             failure.definite = False
             if commit_id is not None:
                 failure = CommitUnknownError(
                     f"{self._store.root}: the storage failed while commit {commit_id} was written "
-                    f"to the log ({error}); reopen the store: `shardb recover` says whether it "
+                    f"to the log ({said}); reopen the store: `shardb recover` says whether it "
                     "landed",
                     commit_id=commit_id,
                     path=self._store.root,
@@ -110,7 +111,7 @@ class Appender:
         def body(tables: Tables) -> list[Retired]:
             retired = state.apply(tables, record)
             put_applied_position(tables, end)
-            return retired + state.sweep(tables, self._store.leases.leased_commits())
+            return retired + self._swept(tables)
 
         try:
             for item in self._store.index.write(body):
@@ -123,6 +124,14 @@ class Appender:
                     "why": f"caught up later: {error}",
                 }
             )
+
+    def _swept(self, tables: Tables) -> list[Retired]:
+        """What may go with a record; nothing while nobody can be asked who reads."""
+        try:
+            leased = self._store.leases.leased_commits()
+        except OSError:
+            return []
+        return state.sweep(tables, leased)
 
     def sweep(self) -> None:
         """Retire what nothing pins or leases any more; then every object in the index is there.

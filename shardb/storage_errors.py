@@ -51,6 +51,8 @@ def reason(files: FileSystem, error: OSError) -> str:
     there = IN_THE_WAY.get(error.errno or 0)
     if isinstance(error, PermissionError):
         return f"{error.strerror}; nothing says that it is damaged: run this as its owner, or chmod"
+    if error.errno == errno.EFBIG:
+        return f"{error.strerror}: this process may not write files that long: raise `ulimit -f`"
     if there is None and (link := _link_nowhere(files, error)) is not None:
         there = f"{link} is a link that leads nowhere; bring back what it leads to, or"
         return f"{there} move it away, put back what was there, and run `shardb fsck`"

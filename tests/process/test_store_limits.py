@@ -1,4 +1,4 @@
-"""Does a store open in a process that may have little address space, as a login node gives?"""
+"""Does a store do where a process may have little, or say which limit is in the way?"""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.small_stores import fill_store
+import shardb
+from tests.support.small_stores import fill_store, fsck, kinds
 
 VERB = "import sys; from shardb.cli import main; sys.argv[0] = 'shardb'; main()"
 # Python with what the package imports takes most of this.
@@ -54,3 +55,27 @@ def test_is_the_limit_named_where_not_even_the_smallest_map_fits(run: Path) -> N
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("shardb.errors.StorageFailedError")
     assert "`ulimit -v`" in last
+
+
+def test_is_the_limit_named_where_a_file_may_not_get_longer(run: Path) -> None:
+    commits = (
+        "import resource, sys, pathlib, shardb;"
+        "from tests.support.small_stores import commit_step;"
+        "store = shardb.open(sys.argv[1]);"
+        "size = max(p.stat().st_size for p in pathlib.Path(sys.argv[1], 'wal').iterdir());"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY));"
+        "store.create_snapshot('kept')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", commits, str(run)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 1
+    assert "raise `ulimit -f`" in done.stderr.strip().splitlines()[-1]
+    assert kinds(fsck(run)) in ([], ["log_torn_tail"])
+    with shardb.open(run) as store:
+        assert store.resolve("main").step == 2
+        store.create_snapshot("kept")
