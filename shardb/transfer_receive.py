@@ -104,9 +104,9 @@ def receive_snapshot(
         record = new_record("snapshot", name=name, commit=commit.id, received=received)
         intake = ObjectIntake(target, incoming.source, commit, SNAPSHOT_KEY, tally or Tally())
 
-        def check(tables: Tables) -> None:
-            _check_snapshot(tables, name, commit)
+        def check(tables: Tables) -> bool:
             _check_same_shards(tables, received)
+            return _check_snapshot(tables, name, commit)
 
         _bring_and_append(target, intake, record, check, fresh=fresh)
     return commit
@@ -116,11 +116,14 @@ def _bring_and_append(
     target: Store,
     intake: ObjectIntake,
     record: Record,
-    check: Callable[[Tables], None],
+    check: Callable[[Tables], bool],
     *,
     fresh: bool,
 ) -> None:
-    """Copy, then place and append under the log's lock, where `check` says if it still may."""
+    """Copy, then place and append under the log's lock, where `check` says if it still may.
+
+    It says True when the log has it already: an index that could not apply it has caught up.
+    """
     commit = intake.commit
     try:
         intake.look_around(fresh=fresh)
@@ -129,7 +132,9 @@ def _bring_and_append(
             with target.appender.exclusive("receiving a commit") as end:
                 if intake.missing():
                     continue
-                target.index.read(check)
+                if target.index.read(check):
+                    intake.leave()
+                    return
                 placed = place_objects(target, commit, intake.staged)
                 try:
                     target.appender.append(end, record, commit_id=commit.id)
@@ -238,17 +243,22 @@ def _is_on_a_branch(target: Store, commit: Commit) -> bool:
     )
 
 
-def _check_branch(tables: Tables, record: Record) -> None:
-    """Under the log's lock: the record can be applied. A log must never hold one that cannot."""
+def _check_branch(tables: Tables, record: Record) -> bool:
+    """Under the log's lock: the record can be applied. A log must never hold one that cannot.
+
+    True when it was.
+    """
     name = record["branch"]
     row = tables.get("branches", name)
     if row is None:
         refs.check_new_branch(tables, name)
-    if (row["head"] if row else None) != record["parent"]:
+    _check_same_shards(tables, record)
+    head = row["head"] if row else None
+    if head not in (record["parent"], record["id"]):
         raise ConflictError(
             f"branch {name!r} moved while the commit was copied; run the same command again"
         )
-    _check_same_shards(tables, record)
+    return bool(head == record["id"])
 
 
 def _check_same_shards(tables: Tables, record: Record) -> None:

@@ -19,19 +19,20 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from shardb.testing.bases import Base
 from shardb.testing.faulting import faulted_runs
 from shardb.testing.operations import Fault
-from shardb.testing.verbs import small_base
+from shardb.testing.verbs import Verb, small_base
 from tools.crash import RAM_DISK
 from tools.crash_campaign import ALL_VERBS
-from tools.crash_training import TRAIN, training_base
+from tools.crash_training import TRAIN, TRAIN_ACTIVE, goes_on, train_active_step, training_base
 
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EINTR, errno.ENOMEM, errno.EMFILE)
+ERROR_NAMES = tuple(errno.errorcode[code] for code in ERRORS)
 OPERATIONS = (
     *("open", "close", "pread", "pread_into", "pwrite", "truncate", "allocate", "map", "lock"),
     *("status", "exists", "list", "make_directory", "remove_directory", "rename", "unlink"),
@@ -40,6 +41,7 @@ OPERATIONS = (
 SYNCS = ("fsync", "fdatasync", "sync_directory")
 TRANSFERS = ("pread", "pread_into", "pwrite")
 SHORT_BYTES = (1, 100, 513)
+FAULTED: Mapping[str, Verb] = {**ALL_VERBS, TRAIN_ACTIVE: train_active_step}
 OnVerb = Callable[[str, Mapping[str, Any]], None]
 
 
@@ -84,7 +86,8 @@ def loop(verb: str, base: Base, scratch: str, fault: Fault, loops: Loops) -> Non
         return replace(fault, nth=nth)
 
     name = "short transfer" if fault.short is not None else errno.errorcode[fault.error]
-    for outcome, wrong in faulted_runs(base, scratch, make, ALL_VERBS[verb]):
+    more = goes_on if verb == TRAIN_ACTIVE else None
+    for outcome, wrong in faulted_runs(base, scratch, make, FAULTED[verb], goes_on=more):
         loops.verbs[verb] += 1
         loops.operations[fault.operation] += 1
         loops.errors[name] += 1
@@ -99,8 +102,9 @@ def main() -> int:
     loops = Loops(verbs=Counter(), operations=Counter(), errors=Counter(), violations=[])
     scratch = tempfile.mkdtemp(prefix="shardb-faults-", dir=arguments.scratch)
     try:
-        for verb in arguments.verb or sorted(ALL_VERBS):
-            _run_verb(verb, scratch, loops)
+        codes = {getattr(errno, name) for name in arguments.error or ERROR_NAMES}
+        for verb in arguments.verb or sorted(FAULTED):
+            _run_verb(verb, scratch, loops, codes)
     except KeyboardInterrupt:
         print("faults: interrupted", file=sys.stderr)
         return 130
@@ -115,12 +119,14 @@ def main() -> int:
     return 1 if loops.violations else 0
 
 
-def _run_verb(verb: str, scratch: str, loops: Loops) -> None:
+def _run_verb(verb: str, scratch: str, loops: Loops, codes: Collection[int]) -> None:
     began, before, known = time.monotonic(), loops.verbs[verb], len(loops.violations)
     root = os.path.join(scratch, f"base-{verb}")
     os.mkdir(root)
-    base = (training_base if verb == TRAIN else small_base)(root)
+    base = (training_base if verb in (TRAIN, TRAIN_ACTIVE) else small_base)(root)
     for fault in faults():
+        if fault.short is None and fault.error not in codes:
+            continue
         loop(verb, base, scratch, fault, loops)
     print(
         f"{verb}: {loops.verbs[verb] - before:,} calls failed, "
@@ -137,7 +143,10 @@ def _arguments() -> argparse.Namespace:
         epilog=(__doc__ or "").rpartition("\n\n")[2],
     )
     parser.add_argument(
-        "--verb", action="append", choices=sorted(ALL_VERBS), help="only this; may be repeated"
+        "--verb", action="append", choices=sorted(FAULTED), help="only this; may be repeated"
+    )
+    parser.add_argument(
+        "--error", action="append", choices=ERROR_NAMES, help="only this; may be repeated"
     )
     place = RAM_DISK if os.access(RAM_DISK, os.W_OK) else None
     parser.add_argument("--scratch", default=place, help="directory for the simulated disks")

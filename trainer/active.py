@@ -63,7 +63,8 @@ class TwoTiers:
         self._in_flight: Commit | None = None
         self._publisher = Publisher(active, durable, branch)
         try:
-            active.locks.take_branch(branch)
+            with active.appender.errors(f"locking branch {branch!r}"):
+                active.locks.take_branch(branch)
             _keep_last(active, publishing.copies - 1)
         except BaseException:
             self._publisher.close()

@@ -30,6 +30,8 @@ from shardb.testing.verbs import Scene, beside
 
 CALLS_MAX = 1_000
 Steps = Callable[[Scene], object]
+# Goes on with what lies below a directory, and says what is wrong with it.
+GoesOn = Callable[[str], list[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,12 +117,19 @@ def _overheard() -> Iterator[list[BaseException]]:
         yield heard
 
 
-def wrong_after(outcome: Outcome) -> list[str]:
-    """What is wrong with the error of a run, and with the store that it left."""
+def wrong_after(outcome: Outcome, *, goes_on: GoesOn | None = None) -> list[str]:
+    """What is wrong with the error of a run, and with the store that it left.
+
+    The store is gone on with by a further commit, or as `goes_on` does.
+    """
     stray = outcome.stray
     wrong = [] if stray is None else [f"not the store's own error: {_place(stray)}"]
     wrong += [f"nobody could catch it: {_place(error)}" for error in outcome.unheard]
-    return wrong + check(outcome.store, outcome.expectation, replay=outcome.fault.nth)
+    replay = None if goes_on is not None else outcome.fault.nth
+    wrong += check(outcome.store, outcome.expectation, replay=replay)
+    if goes_on is not None and not wrong:
+        wrong += goes_on(outcome.files.root)
+    return wrong
 
 
 def _place(error: BaseException) -> str:
@@ -146,7 +155,12 @@ def _refuses(scene: Scene) -> bool:
 
 
 def faulted_runs(
-    base: Base, scratch: str, make_fault: Callable[[int], Fault], steps: Steps
+    base: Base,
+    scratch: str,
+    make_fault: Callable[[int], Fault],
+    steps: Steps,
+    *,
+    goes_on: GoesOn | None = None,
 ) -> Iterator[tuple[Outcome, list[str]]]:
     """One run for every call that can fail, until the fault no longer fires.
 
@@ -156,7 +170,7 @@ def faulted_runs(
         outcome = run_faulted(base, scratch, make_fault(nth), steps)
         fired = outcome.files.fired_count > 0
         if fired:
-            yield outcome, wrong_after(outcome)
+            yield outcome, wrong_after(outcome, goes_on=goes_on)
         root = outcome.files.root
         shutil.rmtree(root)
         shutil.rmtree(beside(root), ignore_errors=True)

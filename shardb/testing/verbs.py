@@ -23,6 +23,7 @@ from shardb.format import format_path
 from shardb.gc import collect_garbage
 from shardb.pack import pack_snapshots
 from shardb.pack_undo import unpack_snapshots
+from shardb.records import Commit
 from shardb.repair import repair
 from shardb.repair_sources import StoreFiles
 from shardb.testing.bases import Base, make_base
@@ -108,21 +109,33 @@ class Scene(Script):
         """Receive the next step from an active store that has the same history."""
         with shardb.open(self._beside("active"), create=True, files=QUICK) as active:
             copy_commit(self.store, active, "main")
-            with active.begin() as transaction:
-                assert transaction.base is not None
-                step = transaction.base.step + 1
-                stage_next(transaction)
-                trained = [n for n, entry in transaction.base.shards.items() if entry.trainable]
-                contents = {name: contents_of(transaction, name) for name in trained}
-                transaction.commit(step=step, state={"position": step})
-            self._announce(step, contents)
-            with (
-                mock.patch.object(StoreSource, "copies_at_once", 1),
-                Publisher(active, self.store) as publisher,
-            ):
-                publisher.publish()
-                publisher.wait()
-            self._journal.acknowledge()
+
+            def send(commit: Commit) -> None:
+                with Publisher(active, self.store) as publisher:
+                    publisher.publish(commit)
+                    publisher.wait()
+
+            self.receive(active, stage_next, send)
+
+    def receive(self, active: shardb.Store, stage: Stage, send: Callable[[Commit], object]) -> None:
+        """Make the next step of main in another store, and have it sent here."""
+        with active.begin() as transaction:
+            assert transaction.base is not None
+            step = transaction.base.step + 1
+            stage(transaction)
+            trained = [n for n, entry in transaction.base.shards.items() if entry.trainable]
+            contents = {name: contents_of(transaction, name) for name in trained}
+            commit = transaction.commit(step=step, state={"position": step})
+        self._announce(step, contents)
+        with mock.patch.object(StoreSource, "copies_at_once", 1):
+            send(commit)
+        self._journal.acknowledge()
+
+    def open_within(self, name: str) -> shardb.Store:
+        """Another store on the recorded disk: what fails there fails in it, too."""
+        assert isinstance(self._files, RecordingFileSystem)
+        path = os.path.join(self._files.root, name)
+        return shardb.open(path, create=True, files=self._files, writer_threads=1)
 
     def rotate(self) -> None:
         """Begin a new segment of the log with the next record, which changes nothing."""
