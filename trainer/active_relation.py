@@ -35,7 +35,8 @@ def open_active(path: Path, durable_step: int) -> Iterator[Store]:
     except CorruptionError as error:
         raise CorruptionError(
             f"{path}: the active store cannot be read ({error.message}); the newest durable step is"
-            f" {durable_step}. Remove the folder to go on from there",
+            f" {durable_step}. Remove the folder to go on from there. Newer steps can be kept as a"
+            f" store of their own: `shardb repair {path}`, then `shardb clone {path} NEW`",
             path=str(path),
         ) from error
     with store:
@@ -87,6 +88,7 @@ def _foreign(active: Store, durable: Store, branch: str, head: Commit, where: st
     return ConflictError(
         f"{active.root}: branch {branch!r} of this active store is at step {head.step}, which has"
         f" no history in common with {durable.root}, {where}: it belongs to another run, or one of"
-        " the two went another way. Give another --active, or remove the folder if nothing in it"
-        " is wanted"
+        " the two went another way, or a repair gave up the records between. Give another --active,"
+        f" keep its steps as a store of their own (`shardb clone {active.root} NEW`), or remove the"
+        " folder if nothing in it is wanted"
     )
