@@ -9,6 +9,7 @@ quantised by `bitsandbytes` as a whole where the base is. Needs 20 GB of GPU mem
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import shardb
+from shardb import torch_adaptor
 from tests.support.adapters import (
     Named,
     adapter_engine,
@@ -31,7 +33,14 @@ from tests.support.adapters import (
 )
 from tests.support.large_layers import large_config, large_store
 from tests.support.packages import FAMILY_NAMES, resident
+from trainer.device_lanes import Lane
+from trainer.lora import nf4
+from trainer.lora.compiled import CompiledAdapted
 from trainer.lora.engine import AdapterEngine
+from trainer.lora.feeding import DeviceBase
+from trainer.lora.slots import Lease, StaleSlotError
+from trainer.lora.stages import leased
+from trainer.model.hf_family import hf_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,6 +56,14 @@ CASES = [
 ]
 
 
+COMPILED = [("llama", "none", {}), ("llama", "nf4", {}), ("qwen3", "nf4", {})]
+
+
+def name_of(case: tuple[str, str, dict[str, int]]) -> str:
+    """Name a case in a test's id."""
+    return f"{case[0]}-{case[1]}{'-larger' if case[2] else ''}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A store with random adapters, its engine, and the resident model with the same."""
@@ -57,33 +74,63 @@ class Case:
     planted: Named
 
 
-@pytest.fixture(
-    scope="module",
-    params=CASES,
-    ids=lambda case: f"{case[0]}-{case[1]}{'-larger' if case[2] else ''}",
-)
-def case(request: pytest.FixtureRequest) -> Iterator[Case]:
+class Stores:
+    """The package and store of one model at a time: both forms of a base are of the same import."""
+
+    def __init__(self) -> None:
+        self._made = ExitStack()
+        self._config: dict[str, Any] = {}
+        self._paths: tuple[Path, Path] | None = None
+
+    def of(self, config: dict[str, Any]) -> tuple[Path, Path]:
+        """Give them; those of another model are gone."""
+        if self._paths is None or config != self._config:
+            self.close()
+            self._config = config
+            self._paths = self._made.enter_context(large_store(config, "cuda"))
+        return self._paths
+
+    def close(self) -> None:
+        """Remove what was made."""
+        self._made.close()
+        self._paths = None
+
+
+@pytest.fixture(scope="module")
+def stores() -> Iterator[Stores]:
+    found = Stores()
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module", params=CASES, ids=name_of)
+def case(request: pytest.FixtureRequest, stores: Stores) -> Iterator[Case]:
     model_type, quant, changes = request.param
     lora = settings_of(model_type, rank=16, alpha=32.0, base_quant=quant)
-    with large_store(large_config(model_type, **changes), "cuda") as (package, store):
-        engine = adapter_engine(store, lora, poison=True, device="cuda", dtype="bf16")
-        if quant == "nf4":
-            pytest.importorskip("bitsandbytes", reason="the extra `nf4` is not installed")
-            with shardb.open(store) as opened, opened.begin() as txn:
-                assert engine.prepare_base(txn)
-                txn.commit(step=1)
-        planted = plant_adapters(store, engine, step=2)
-        model = resident(package, torch.bfloat16)
-        if quant == "nf4":
-            quantise_layers(model)
-        model = model.cuda()
-        on_device = {name: tensor.cuda() for name, tensor in planted.items()}
-        placed = with_adapters(model, on_device, lora.scale, rounds_first=quant == "nf4")
-        assert placed == len(planted) > 0
-        yield Case(store=store, engine=engine, model=model, planted=planted)
-        engine.close()
-        del model
-        torch.cuda.empty_cache()
+    package, store = stores.of(large_config(model_type, **changes))
+    engine = adapter_engine(store, lora, poison=True, device="cuda", dtype="bf16")
+    step = 1
+    if quant == "nf4":
+        pytest.importorskip("bitsandbytes", reason="the extra `nf4` is not installed")
+        with shardb.open(store) as opened, opened.begin() as txn:
+            step = 1 + (txn.base.step if txn.base else 0)
+            assert engine.prepare_base(txn)
+            for name in engine.shard_specs() if step > 1 else ():
+                torch_adaptor.write(txn, name, torch_adaptor.tensors(txn.read(name)))
+            txn.commit(step=step)
+        step += 1
+    planted = plant_adapters(store, engine, step=step)
+    model = resident(package, torch.bfloat16)
+    if quant == "nf4":
+        quantise_layers(model)
+    model = model.cuda()
+    on_device = {name: tensor.cuda() for name, tensor in planted.items()}
+    placed = with_adapters(model, on_device, lora.scale, rounds_first=quant == "nf4")
+    assert placed == len(planted) > 0
+    yield Case(store=store, engine=engine, model=model, planted=planted)
+    engine.close()
+    del model
+    torch.cuda.empty_cache()
 
 
 def quantise_layers(model: Any) -> None:
@@ -130,6 +177,98 @@ def resident_backward(model: Any, batches: list[np.ndarray]) -> float:
         (loss / count).backward()
         total += float(loss.detach())
     return total / count
+
+
+def resident_weights(case: Case, view: shardb.ReadView) -> dict[str, dict[str, Tensor]]:
+    """Give every frozen stage's weights on the device, unpacked by the library."""
+    found = {}
+    for stage in (*case.engine.adapted.trunk, case.engine.adapted.head):
+        stored = torch_adaptor.tensors(view.read(stage.shard))
+        on_device = {name: tensor.cuda() for name, tensor in stored.items()}
+        if stage.is_packed:
+            on_device = nf4.unpacked(stage.inner, on_device, torch.bfloat16)
+        found[stage.name] = on_device
+    return found
+
+
+def compiled_backward(case: Case, batches: list[np.ndarray]) -> tuple[float, Named]:
+    """Train with the same compiled blocks, all weights resident, by autograd over the whole."""
+    blocks, model = CompiledAdapted(), case.engine.adapted
+    leaves = {name: t.cuda().requires_grad_() for name, t in case.planted.items()}
+    count = sum(rows[:, 1:].size for rows in batches)
+    total = 0.0
+    with (
+        shardb.open(case.store) as opened,
+        opened.at() as view,
+        ExitStack() as bound,
+        torch.enable_grad(),
+    ):
+        weights = resident_weights(case, view)
+        for stage in (*model.trunk, model.head):
+            bound.enter_context(leased(stage, Lease(weights[stage.name], None)))
+        for rows in batches:
+            ids, labels = (torch.from_numpy(p.copy()).cuda() for p in (rows[:, :-1], rows[:, 1:]))
+            x = ids
+            for stage in model.trunk:
+                params = {name: leaves[f"{stage.name}:{name}"] for name in stage.parameters}
+                run = blocks.run if blocks.takes(stage) else lambda s, p, x: s.forward(p, x)
+                x = run(stage, params, x)
+            logits = model.head.forward({}, x.flatten(0, 1)).float()
+            loss = F.cross_entropy(logits, labels.flatten(), reduction="sum")
+            (loss / count).backward()
+            total += float(loss.detach())
+    gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    return total / count, gradients
+
+
+@pytest.mark.parametrize("case", COMPILED, indirect=True, ids=name_of)
+def test_are_compiled_blocks_those_of_compiled_resident_ones(case: Case) -> None:
+    batches = [rows_of(2), rows_of(3)]
+    compiled = adapter_engine(
+        case.store, case.engine.lora, poison=True, device="cuda", dtype="bf16", compile_blocks=True
+    )
+    loss, found = adapter_gradients(case.store, compiled, batches)
+    expected_loss, expected = compiled_backward(case, batches)
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert found.keys() == expected.keys() == case.planted.keys()
+    assert [name for name, g in expected.items() if not torch.equal(found[name], g)] == []
+    assert all(float(gradient.abs().max()) > 0 for gradient in found.values())
+
+
+@pytest.mark.parametrize("case", COMPILED, indirect=True, ids=name_of)
+def test_control_a_slot_that_was_not_filled_again_is_noticed(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = [rows_of(2)]
+    _, exact = adapter_gradients(case.store, case.engine, batches)
+    copy_in = DeviceBase.copy_in
+    first: list[Tensor] = []
+
+    def stale(self: DeviceBase, view: shardb.ShardView, buffer: Tensor) -> Any:
+        found = copy_in(self, view, buffer)
+        if "block" in view.name:
+            with self.lanes.on(Lane.PARAMS_IN):
+                first.append(buffer.clone())
+                buffer.copy_(first[0])
+            return found[0], self.lanes.mark(Lane.PARAMS_IN)
+        return found
+
+    monkeypatch.setattr(DeviceBase, "copy_in", stale)
+    _, found = adapter_gradients(case.store, case.engine, batches)
+    assert not any(torch.equal(found[name], gradient) for name, gradient in exact.items())
+
+
+def test_is_no_weight_held_between_passes(case: Case) -> None:
+    """What a stage knows of its weights is their shapes: no tensor, or one on `meta`."""
+    model = case.engine.adapted
+    for stage in (*model.trunk, model.head):
+        with pytest.raises(StaleSlotError):
+            stage.binding.weights()
+    if model.head.config.hf_config:
+        layers = hf_model(model.head.config.hf_config).layers
+        held = [tensor for layer in layers for tensor in layer.parameters()]
+        assert len(held) > 0
+        assert all(tensor.is_meta for tensor in held)
 
 
 def test_are_the_logits_bit_equal(case: Case) -> None:
