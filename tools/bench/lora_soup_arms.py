@@ -81,7 +81,6 @@ def our_step(plan: dict[str, Any]) -> Step:
     options = EngineOptions(
         dtype=plan["dtype"],
         grad_clip_mode="none",
-        prefetch="gpu" if plan["device"] != "cpu" else "off",
         **values,  # type: ignore[arg-type]
     )
     engine = AdapterEngine(model, options, Device.from_name(plan["device"]), lora)
