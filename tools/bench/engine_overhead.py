@@ -2,11 +2,11 @@
 
 Arms: resident training (ordinary autograd, everything in memory); the same with each block
 checkpointed; the engine keeping activations; the engine recomputing them; and both through a real
-store, commit included. Ratios are taken within a round, against the round's resident step; the
-median and the spread are printed.
+store, commit included. Ratios are taken within a round, against the round's resident step, of
+wall-clock time and of processor time; the median and the quartiles are printed.
 
 Usage: python -m tools.bench.engine_overhead [--preset demo] [--rows 32] [--micro-batches 1]
-       [--dtype fp32] [--rounds 15] [--dir /dev/shm] [--json FILE]
+       [--dtype fp32] [--rounds 15] [--dir /dev/shm] [--arms 'resident;store, keep'] [--json FILE]
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +38,16 @@ from trainer.model.presets import preset
 
 LEARNING_RATE = 1e-3
 SEED = 7
+CHECKPOINTED = "resident, checkpointed"
 Step = Callable[[], object]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Took:
+    """The seconds of a step: on the clock, and of all processors together."""
+
+    wall: float
+    cpu: float
 
 
 class CheckpointedTrainer(ResidentTrainer):
@@ -72,54 +82,78 @@ class StoreTraining:
 
 
 def arms_of(
-    config: ModelConfig, options: EngineOptions, rows: Sequence[NDArray[np.integer]], folder: Path
+    config: ModelConfig,
+    options: EngineOptions,
+    rows: Sequence[NDArray[np.integer]],
+    folder: Path,
+    wanted: tuple[str, ...],
 ) -> dict[str, Step]:
-    """Give one step of every arm."""
+    """Make the arms whose names begin as wanted; give one step of each."""
     keep = replace(options, activations="keep")
-    resident = ResidentTrainer(config, options, SEED)
-    checkpointed = CheckpointedTrainer(config, options, SEED)
-    in_memory = {
-        "keep": MemoryTraining(config, keep, poison=False),
-        "recompute": MemoryTraining(config, options, poison=False),
+
+    def resident(kind: type[ResidentTrainer]) -> Step:
+        trainer = kind(config, options, SEED)
+        return lambda: trainer.step(rows, LEARNING_RATE)
+
+    def in_memory(chosen: EngineOptions) -> Step:
+        training = MemoryTraining(config, chosen, poison=False)
+        return lambda: training.step(rows)
+
+    def in_store(chosen: EngineOptions) -> Step:
+        training = StoreTraining(folder / chosen.activations, config, chosen)
+        return lambda: training.step(rows)
+
+    made: dict[str, Callable[[], Step]] = {
+        "resident": partial(resident, ResidentTrainer),
+        CHECKPOINTED: partial(resident, CheckpointedTrainer),
+        "engine, keep": partial(in_memory, keep),
+        "engine, recompute": partial(in_memory, options),
+        "store, keep": partial(in_store, keep),
+        "store, recompute": partial(in_store, options),
     }
-    in_store = {
-        "keep": StoreTraining(folder / "keep", config, keep),
-        "recompute": StoreTraining(folder / "recompute", config, options),
-    }
-    return {
-        "resident": lambda: resident.step(rows, LEARNING_RATE),
-        "resident, checkpointed": lambda: checkpointed.step(rows, LEARNING_RATE),
-        "engine, keep": lambda: in_memory["keep"].step(rows),
-        "engine, recompute": lambda: in_memory["recompute"].step(rows),
-        "store, keep": lambda: in_store["keep"].step(rows),
-        "store, recompute": lambda: in_store["recompute"].step(rows),
-    }
+    return {name: make() for name, make in made.items() if name.startswith(wanted)}
 
 
-def measure(arms: dict[str, Step], rounds: int) -> dict[str, list[float]]:
+def measure(arms: dict[str, Step], rounds: int) -> dict[str, list[Took]]:
     """Time every arm once a round, after one round that is thrown away."""
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
-    for _ in range(rounds + 1):
-        for name, step in arms.items():
-            started = time.perf_counter()
-            step()
-            seconds[name].append(time.perf_counter() - started)
-    return {name: values[1:] for name, values in seconds.items()}
+    took: dict[str, list[Took]] = {name: [] for name in arms}
+    for index in range(rounds + 1):
+        # Each round begins elsewhere, so that no arm is always behind the same other.
+        names = [*arms][index % len(arms) :] + [*arms][: index % len(arms)]
+        for name in names:
+            started, used = time.perf_counter(), time.process_time()
+            arms[name]()
+            took[name].append(
+                Took(wall=time.perf_counter() - started, cpu=time.process_time() - used)
+            )
+    return {name: values[1:] for name, values in took.items()}
 
 
-def summary_of(seconds: dict[str, list[float]], tokens: int) -> dict[str, dict[str, float]]:
-    """Give milliseconds, tokens a second and ratios to resident of every arm."""
+def base_of(name: str, arms: Collection[str]) -> str:
+    """Name the resident arm: what computes blocks twice is held against what does so in memory."""
+    return CHECKPOINTED if "recompute" in name and CHECKPOINTED in arms else "resident"
+
+
+def summary_of(took: dict[str, list[Took]], tokens: int) -> dict[str, dict[str, float]]:
+    """Give milliseconds, tokens a second and ratios to a resident arm of every arm.
+
+    Ratios are taken within a round: of wall-clock time, and of processor time, which what else runs
+    on the machine disturbs less.
+    """
     found = {}
-    for name, values in seconds.items():
-        ratios = [mine / base for mine, base in zip(values, seconds["resident"], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        found[name] = {
-            "step_ms": statistics.median(values) * 1e3,
-            "tokens_per_second": tokens / statistics.median(values),
-            "ratio": middle,
-            "ratio_quartile_low": low,
-            "ratio_quartile_high": high,
+    for name, values in took.items():
+        base = base_of(name, took)
+        row = {
+            "step_ms": statistics.median(each.wall for each in values) * 1e3,
+            "cpu_ms": statistics.median(each.cpu for each in values) * 1e3,
+            "tokens_per_second": tokens / statistics.median(each.wall for each in values),
         }
+        for kind in ("wall", "cpu"):
+            pairs = zip(values, took[base], strict=True)
+            ratios = [getattr(mine, kind) / getattr(other, kind) for mine, other in pairs]
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            row |= {f"{kind}_ratio": middle, f"{kind}_low": low, f"{kind}_high": high}
+        found[name] = row
     return found
 
 
@@ -134,6 +168,7 @@ def main() -> None:
     parser.add_argument("--grad-clip-mode", default="global")
     parser.add_argument("--lm-head-chunk-tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--arms", default="", help="those whose names begin so, with ;")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dir", default="/dev/shm")
     parser.add_argument("--json", type=Path)
@@ -150,16 +185,21 @@ def main() -> None:
     shape = (given.rows, given.positions + 1)
     rows = [draw.integers(0, config.vocab_size, shape) for _ in range(given.micro_batches)]
     with tempfile.TemporaryDirectory(dir=given.dir) as folder:
-        arms = arms_of(config, options, rows, Path(folder))
-        seconds = measure(arms, given.rounds)
+        wanted = tuple(part for part in given.arms.split(";") if part) or ("",)
+        arms = arms_of(config, options, rows, Path(folder), wanted)
+        took = measure(arms, given.rounds)
     tokens = given.rows * given.positions * given.micro_batches
-    found = summary_of(seconds, tokens)
+    found = summary_of(took, tokens)
     print(f"{given.preset}, {tokens} tokens a step in {given.micro_batches}, {given.dtype}")
     for name, row in found.items():
+        ratios = ", ".join(
+            f"{kind} {row[f'{kind}_ratio']:.3f} ({row[f'{kind}_low']:.3f} to"
+            f" {row[f'{kind}_high']:.3f})"
+            for kind in ("wall", "cpu")
+        )
         print(
-            f"  {name:24} {row['step_ms']:8.1f} ms {row['tokens_per_second']:8.0f} tokens/s  "
-            f"{row['ratio']:.3f} of resident ({row['ratio_quartile_low']:.3f} to "
-            f"{row['ratio_quartile_high']:.3f})"
+            f"  {name:24} {row['step_ms']:8.1f} ms {row['tokens_per_second']:8.0f} tokens/s "
+            f" of {base_of(name, took)}: {ratios}"
         )
     if given.json:
         given.json.write_text(json.dumps({"arguments": vars(given), "arms": found}, default=str))
