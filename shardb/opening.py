@@ -154,8 +154,8 @@ def _make_missing_directories(files: FileSystem, root: str, report: RecoveryRepo
     missing = [n for n in store_format.DIRECTORIES if not files.exists(f"{root}/{n}")]
     if "wal" in missing:
         raise LogTruncatedError(
-            f"{root}/wal: the log is missing, and nothing can stand in for it; put the directory "
-            "back from a copy of the store",
+            f"{root}/wal: the log is missing; put the directory back from a copy of the store, or "
+            "run `shardb repair`, which goes on with what the index knows, if that is whole",
             path=f"{root}/wal",
         )
     for name in missing:

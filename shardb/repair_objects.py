@@ -197,6 +197,8 @@ class _Giving:
         target = self._target(name, head)
         self.told.rewinds[name] = target
         does = f"branch {name} moves to step {target.step} (commit {target.id})"
+        if target.branch not in {name, head.branch}:
+            does += f", which is a step of branch {target.branch} and not of its own"
         self.plan.add("branch_rewind", self._path(head), does, lost)
 
     def _target(self, name: str, head: Commit) -> Commit:

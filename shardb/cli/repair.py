@@ -148,6 +148,8 @@ def _print_text(outcome: Outcome, again: str) -> None:
         _print_plan(plan, "would be done")
         if plan.loses or plan.unmended:
             print("nothing was changed. With a copy of the store, --from COPY may lose less")
+            if any("meta/" in (action.loses or "") for action in plan.actions):
+                print("a run begun anew with the same flags has the same meta/ shards: --from RUN")
         if plan.actions:
             print(f"to do it: {again}")
         return

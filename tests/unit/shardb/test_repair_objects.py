@@ -243,6 +243,18 @@ def test_does_a_branch_rather_go_back_than_onto_another_line(run: Path) -> None:
     assert not fsck(run).has_errors
 
 
+def test_is_a_step_of_another_branch_named_as_such(run: Path) -> None:
+    with shardb.open(run) as store:
+        create_branch(store, "side", "step-2")
+        commit_step(store, 7, branch="side")
+    for step in (2, 5, 6):
+        d.spoil_object(step, "params/b")(run)
+    outcome = mend(run)
+    moved = [action.does for action in outcome.plan.actions if action.what == "branch_rewind"]
+    assert len(moved) == 1
+    assert moved[0].endswith(", which is a step of branch side and not of its own")
+
+
 def test_is_only_what_is_damaged_of_several_branches_given_up(run: Path) -> None:
     with shardb.open(run) as store:
         create_branch(store, "side", "step-5")
