@@ -66,13 +66,20 @@ def predicted_phases(shape: StepShape) -> dict[str, int]:
     return {name: held + lasting for name, held in phases.items()}
 
 
-def carried_on(shape: StepShape, blocks: int, batches: int, walked: Walker) -> dict[str, int]:
+def carried_on(
+    shape: StepShape, blocks: int, batches: int, walked: Walker, blocks_walked: int = WALKED
+) -> dict[str, int]:
     """Walk through what is small enough; carry each phase on in a straight line beyond it."""
-    if blocks > WALKED:
-        two, three = (carried_on(shape, n, batches, walked) for n in (WALKED - 1, WALKED))
-        return _line(two, three, blocks - WALKED)
+    if blocks > blocks_walked:
+        two, three = (
+            carried_on(shape, n, batches, walked, blocks_walked)
+            for n in (blocks_walked - 1, blocks_walked)
+        )
+        return _line(two, three, blocks - blocks_walked)
     if batches > WALKED:
-        two, three = (carried_on(shape, blocks, n, walked) for n in (WALKED - 1, WALKED))
+        two, three = (
+            carried_on(shape, blocks, n, walked, blocks_walked) for n in (WALKED - 1, WALKED)
+        )
         return _line(two, three, batches - WALKED)
     # A chunk is never longer than a micro-batch: then both are one walk.
     chunk = min(shape.options.lm_head_chunk_tokens, shape.micro_batch_size * shape.seq_len)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from trainer.pipeline.shapes import ITEM_BYTES, StageShape
 
+# A third slot of gradients is worth more than a stage where at least so many stay beside it.
+FEW_STAGES = 2
 # Stages below this share of the largest always stay on the device.
 SMALL_SHARE = 0.01
 
@@ -41,17 +43,19 @@ class PipelineSizes:
 class Spending:
     """What spare memory is spent on: more slots, and which stages stay on the device then."""
 
-    more_slots: bool
+    slot_bytes: int = 0
+    more_tiles: bool = False
+    more_gradients: bool = False
     stages: tuple[str, ...]
 
 
-def growth_bytes(shapes: Sequence[StageShape], sizes: PipelineSizes) -> int:
-    """Give what the slots take that there are more of where a budget has room for them."""
+def growth_bytes(shapes: Sequence[StageShape], sizes: PipelineSizes) -> tuple[int, int]:
+    """Give what more slots take where a budget has room for them: of tiles, and of gradients."""
     largest = max(shape.count for shape in shapes)
     tile = max(t.state_count for shape in shapes for t in shape.tiles)
     gradients = max(0, sizes.more_gradient_slots - sizes.gradient_slots)
     tiles = max(0, sizes.more_tile_slots - sizes.tile_slots)
-    return ITEM_BYTES * (gradients * largest + tiles * tile)
+    return ITEM_BYTES * tiles * tile, ITEM_BYTES * gradients * largest
 
 
 def spending(shapes: Mapping[str, StageShape], sizes: PipelineSizes, spare_bytes: int) -> Spending:
@@ -65,16 +69,25 @@ def spending(shapes: Mapping[str, StageShape], sizes: PipelineSizes, spare_bytes
     always = set(small_stages(shapes))
     needed = {n: resident_bytes(shape) for n, shape in shapes.items() if n not in always}
     if sum(needed.values()) <= spare_bytes:
-        return Spending(more_slots=False, stages=tuple(shapes))
-    growth = growth_bytes([*shapes.values()], sizes)
-    more_slots = growth <= spare_bytes
-    left = spare_bytes - growth if more_slots else spare_bytes
+        return Spending(stages=tuple(shapes))
+    tiles, gradients = growth_bytes([*shapes.values()], sizes)
+    more_tiles = tiles <= spare_bytes
+    left = spare_bytes - tiles if more_tiles else spare_bytes
+    # Where next to nothing stays, the link is what a step waits for, and no gradients' slot.
+    more_gradients = more_tiles and gradients + FEW_STAGES * max(needed.values()) <= left
+    left -= gradients if more_gradients else 0
+    slot_bytes = spare_bytes - left
     stages = [*always]
     for name in _in_keeping_order([*needed]):
         if needed[name] <= left:
             stages.append(name)
             left -= needed[name]
-    return Spending(more_slots=more_slots, stages=tuple(stages))
+    return Spending(
+        slot_bytes=slot_bytes,
+        more_tiles=more_tiles,
+        more_gradients=more_gradients,
+        stages=tuple(stages),
+    )
 
 
 def small_stages(shapes: Mapping[str, StageShape]) -> list[str]:

@@ -24,6 +24,8 @@ from trainer.tape import Compute
 
 # Slots, with and without terms, for a few numbers of valid tokens; others are computed as they are.
 HEADS_MAX = 12
+# What looks rows up has so much of its gradient made at a time.
+COLUMNS_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,9 +240,35 @@ def _back(
     gradient: Tensor,
     total: PlacedSum,
 ) -> Tensor:
+    if stage.keeps_master_dtype:
+        _back_by_columns(compute, stage, weights, x, gradient, total)
+        return gradient
     found = _found(compute, stage, weights, x, gradient)
     total.add(dict(zip(weights, found, strict=False)))
-    return found[-1] if x.is_floating_point() else gradient
+    return found[-1]
+
+
+def _back_by_columns(
+    compute: Compute,
+    stage: Stage,
+    weights: Mapping[str, Tensor],
+    x: Tensor,
+    gradient: Tensor,
+    total: PlacedSum,
+) -> None:
+    """Go back through a stage that looks rows up, some columns at a time: each is by itself.
+
+    The gradient of a whole vocabulary would lie there twice, once before it is added.
+    """
+    for name, weight in weights.items():
+        columns = max(1, COLUMNS_BYTES // (weight.shape[0] * weight.element_size()))
+        for start in range(0, weight.shape[1], columns):
+            some = slice(start, start + columns)
+            part = {name: weight[:, some]}
+            found = _found(compute, stage, part, x, gradient[..., some])
+            place = PlacedSum({name: total.gradients[name][:, some]}, has_terms=total.has_terms)
+            place.add({name: found[0]})
+    total.added_elsewhere()
 
 
 def _found(

@@ -17,13 +17,7 @@ from trainer.model.stages import Stage
 from trainer.optimizers.adamw import STATE_NAMES, AdamW
 from trainer.options import EngineOptions
 from trainer.pipeline.boundaries import Boundaries, new_boundaries
-from trainer.pipeline.footprint import (
-    PipelineSizes,
-    growth_bytes,
-    resident_bytes,
-    small_stages,
-    spending,
-)
+from trainer.pipeline.footprint import PipelineSizes, resident_bytes, small_stages, spending
 from trainer.pipeline.gradients import GradientBank
 from trainer.pipeline.graphs import Passes
 from trainer.pipeline.measuring import Measures
@@ -193,11 +187,12 @@ class Pipeline:
         always = small_stages(self.shapes)
         kept = sum(resident_bytes(self.shapes[n]) for n in self.residents if n not in always)
         chosen = spending(self.shapes, sizes, spare + kept)
-        if chosen.more_slots:
-            spare -= growth_bytes([*self.shapes.values()], sizes)
-            if self.steps_done == FILLING_STEPS[-1] and spare >= 0:
-                self.gradients.grow(sizes.more_gradient_slots + (1 if self.model.tied else 0))
+        spare -= chosen.slot_bytes
+        if self.steps_done == FILLING_STEPS[-1]:
+            if chosen.more_tiles:
                 self.tiles.grow(sizes.more_tile_slots)
+            if chosen.more_gradients:
+                self.gradients.grow(sizes.more_gradient_slots + (1 if self.model.tied else 0))
         for name in chosen.stages:
             needed = resident_bytes(self.shapes[name])
             if name not in self.residents and needed <= spare:

@@ -72,7 +72,10 @@ def predicted_pipeline_phases(
 ) -> dict[str, int]:
     """Give the most bytes that each phase holds, residents of a budget aside."""
     walked = partial(_walked, settings=replace(settings, vram_budget_bytes=None), is_host=is_host)
-    phases = carried_on(shape, shape.model.num_layers, shape.accumulation, walked)
+    # With fewer blocks than slots for them nothing comes and goes as it does with many.
+    blocks_walked = settings.sizes.params_slots + 2
+    layers = shape.model.num_layers
+    phases = carried_on(shape, layers, shape.accumulation, walked, blocks_walked)
     if is_host:
         lasting = SCALARS_BYTES
     else:
@@ -101,7 +104,7 @@ def predicted_spending(
     always = small_stages(shapes)
     most = sum(resident_bytes(each) for name, each in shapes.items() if name not in always)
     if len(spent.stages) < len(shapes):
-        most += growth_bytes([*shapes.values()], settings.sizes)
+        most += sum(growth_bytes([*shapes.values()], settings.sizes))
     return tuple(shapes), spent, most
 
 

@@ -46,17 +46,20 @@ def test_are_slots_left_out_where_every_stage_can_stay() -> None:
     known = shapes()
     everything = sum(needed_of(known).values())
     chosen = spending(known, SIZES, everything)
-    assert not chosen.more_slots
+    assert not chosen.more_tiles
+    assert not chosen.more_gradients
     assert set(chosen.stages) == set(known)
-    assert spending(known, SIZES, everything - 1).more_slots
+    less = spending(known, SIZES, everything - 1)
+    assert less.more_tiles
+    assert less.more_gradients
 
 
 def test_do_kept_stages_lie_apart_from_one_another() -> None:
     known = shapes()
     block = resident_bytes(known["block_000"])
-    spare = growth_bytes([*known.values()], SIZES) + resident_bytes(known["embeddings"])
+    spare = sum(growth_bytes([*known.values()], SIZES)) + resident_bytes(known["embeddings"])
     chosen = spending(known, SIZES, spare + 4 * block)
-    assert chosen.more_slots
+    assert chosen.more_gradients
     assert set(chosen.stages) == {"final_norm", "embeddings", "block_000"} | {
         f"block_{n:03}" for n in (2, 4, 8)
     }
@@ -65,12 +68,14 @@ def test_do_kept_stages_lie_apart_from_one_another() -> None:
 def test_is_no_more_spent_than_there_is_and_little_left() -> None:
     known = shapes()
     needed = needed_of(known)
-    everything, growth = sum(needed.values()), growth_bytes([*known.values()], SIZES)
+    everything, grown = sum(needed.values()), set()
     for spare in range(0, 2 * everything, everything // 40):
         chosen = spending(known, SIZES, spare)
-        left = spare - sum(needed.get(n, 0) for n in chosen.stages) - chosen.more_slots * growth
+        left = spare - sum(needed.get(n, 0) for n in chosen.stages) - chosen.slot_bytes
+        grown.add((chosen.more_tiles, chosen.more_gradients))
         assert left >= 0
         assert set(chosen.stages) == set(known) or left < max(needed.values())
+    assert grown == {(False, False), (True, False), (True, True)}
 
 
 @pytest.mark.parametrize(

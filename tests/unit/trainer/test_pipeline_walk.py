@@ -17,7 +17,7 @@ from trainer.engine import EngineOptions
 from trainer.host_walk import SCALARS_BYTES
 from trainer.pipeline.footprint import PipelineSizes
 from trainer.pipeline.pipeline import PipelineSettings
-from trainer.pipeline.walk import predicted_pipeline_phases, predicted_spending
+from trainer.pipeline.walk import _walked, predicted_pipeline_phases, predicted_spending
 from trainer.preflight import need_of, vram_line
 from trainer.recipe import Settings
 from trainer.step_memory import device_need, step_bytes
@@ -84,6 +84,16 @@ def test_a_gpus_prediction_has_the_recorded_passes_and_follows_the_settings() ->
     assert told() > told(records_passes=False) > predicted(SHAPE, PipelineSettings(sizes=SIZES))
     assert told(gradients="recompute") < told()
     assert told(activations_on_host=True) < told()
+
+
+@pytest.mark.parametrize("is_host", [True, False])
+def test_more_blocks_are_carried_on_as_if_they_were_walked(is_host: bool) -> None:
+    deep = replace(SHAPE, model=replace(TINY, num_layers=9), accumulation=1)
+    settings = PipelineSettings(sizes=SIZES)
+    carried = predicted_pipeline_phases(deep, settings, is_host=is_host)
+    walked = _walked(deep, 9, settings=settings, is_host=is_host)
+    lasting = {carried[phase] - walked[phase] for phase in carried}
+    assert len(lasting) == 1
 
 
 def test_a_budget_is_never_exceeded_by_the_prediction() -> None:
