@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated, NoReturn, TypeAlias
 
 import typer
 
@@ -80,6 +80,14 @@ class _Stopped(BaseException):
         self.number = number
 
 
+_Pack: TypeAlias = Annotated[
+    bool, typer.Option("--pack", help="Put several whole records into a row.")
+]
+_AttendAcross: TypeAlias = Annotated[
+    bool, typer.Option("--attend-across", help="Let packed records see those before them.")
+]
+
+
 @app.command("prepare", epilog=_PREPARE_EPILOG)
 def prepare_command(
     text: Annotated[list[Path], typer.Option(help="Text files: .txt, .jsonl, or either .zst.")],
@@ -109,12 +117,8 @@ def prepare_command(
     chat_template: Annotated[
         Path | None, typer.Option(help="A Jinja file; what lies beside --tokenizer else.")
     ] = None,
-    pack: Annotated[
-        bool, typer.Option("--pack", help="Put several whole records into a row.")
-    ] = False,
-    attend_across: Annotated[
-        bool, typer.Option("--attend-across", help="Let packed records see those before them.")
-    ] = False,
+    pack: _Pack = False,
+    attend_across: _AttendAcross = False,
     skip_bad: Annotated[
         bool, typer.Option("--skip-bad", help="Leave out and count lines that are not valid.")
     ] = False,
