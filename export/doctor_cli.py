@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from export.package_sizes import in_bytes
 from trainer.command_cli import run_command
+from trainer.sizes import in_bytes
 
 if TYPE_CHECKING:
     from export.doctor_findings import Examined

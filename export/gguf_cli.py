@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 
 from export import options_cli as options
-from export.package_sizes import in_bytes
 from trainer.command_cli import run_command
+from trainer.sizes import in_bytes
 
 HELP = """Export a commit of a store as a GGUF file.
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from export import options_cli as options
-from export.package_sizes import in_bytes, parse_bytes
 from trainer.command_cli import run_command
 from trainer.errors import InputError
+from trainer.sizes import in_bytes, size_of
 
 if TYPE_CHECKING:
     from export.hf_export import ExportReport
@@ -70,7 +70,7 @@ def command(
     """Export and say what was made."""
     if dtype is not None and dtype not in DTYPES:
         raise InputError(f"--dtype is {dtype!r}: choose from {', '.join(DTYPES)}")
-    max_file_bytes = parse_bytes(max_shard_size, "--max-shard-size")
+    max_file_bytes = size_of(max_shard_size, "--max-shard-size")
     if adapter:
         refused = {
             "--merge": merge,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-import re
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -27,12 +26,8 @@ from serve.service import Service
 from serve.web_server import make_server
 from serve.weights import stage_places
 from trainer.errors import InputError
+from trainer.sizes import size_of
 
-SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]i?B|B)?\Z", re.IGNORECASE)
-UNITS = {
-    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10,
-    "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40,
-}  # fmt: skip
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
@@ -160,20 +155,12 @@ def check_served(catalogue: Catalogue) -> None:
             model.release()
 
 
-def size_in_bytes(text: str, flag: str) -> int:
-    """Read a size such as 2GB, 512MiB or 1000."""
-    match = SIZE.match(text.strip())
-    if match is None:
-        raise InputError(f"{flag} is {text!r}: give a size such as 2GB, 512MiB or a number")
-    return int(float(match[1]) * UNITS[(match[2] or "").upper()])
-
-
 def limits_of(options: StartOptions) -> Limits:
     """Give what clients may ask for."""
     return Limits(
         answers_running=options.max_running,
         answers_queued=options.max_queue,
-        body_bytes=max(1, size_in_bytes(options.max_body_bytes, "--max-body-bytes")),
+        body_bytes=size_of(options.max_body_bytes, "--max-body-bytes"),
         request_seconds=options.request_seconds,
         reader_seconds=options.reader_seconds,
         connections=options.max_connections,
@@ -184,18 +171,15 @@ def limits_of(options: StartOptions) -> Limits:
 def scheduler_options_of(options: StartOptions) -> SchedulerOptions:
     """Give what the scheduler may use."""
     resident = options.max_resident_bytes
-    kv_cache_bytes = size_in_bytes(options.kv_cache_bytes, "--kv-cache-bytes")
-    if kv_cache_bytes < KV_CACHE_BYTES_MIN:
-        raise InputError(
-            f"--kv-cache-bytes is {options.kv_cache_bytes}: give {KV_CACHE_BYTES_MIN:,} or more"
-        )
     return SchedulerOptions(
         device=options.device,
         dtype=options.dtype,
         max_resident_bytes=(
-            None if resident == "all" else size_in_bytes(resident, "--max-resident-bytes")
+            None if resident == "all" else size_of(resident, "--max-resident-bytes", least=0)
         ),
-        kv_cache_bytes=kv_cache_bytes,
+        kv_cache_bytes=size_of(
+            options.kv_cache_bytes, "--kv-cache-bytes", least=KV_CACHE_BYTES_MIN
+        ),
         prefill_chunk=options.prefill_chunk,
         max_requests_per_sweep=options.max_running,
         preload=options.preload,

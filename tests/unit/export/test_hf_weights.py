@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 
 from export.average import TILE_ELEMENTS, mean_of
 from export.hf_weights import check_values, index_of, split_into_files, write_weights
-from export.package_sizes import in_bytes, parse_bytes
 from export.package_tensors import native_tensors
 from export.package_weights import open_weights
 from tests.support.exports import make_store, params_of, replace_weight
@@ -143,17 +142,3 @@ def test_is_a_bf16_store_exported_exactly(tmp_path: Path) -> None:
     found = load_file(tmp_path / "model.safetensors")
     stored = params_of(store)["params/embeddings"]["weight"]
     assert torch.equal(found["model.embed_tokens.weight"], stored.float())
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("5GB", 5 * 10**9), ("2 MiB", 2 << 20), ("1.5kb", 1500), ("7", 7)]
-)
-def test_are_sizes_read(text: str, size: int) -> None:
-    assert parse_bytes(text, "--max-shard-size") == size
-    assert in_bytes(1500) == "1.50 kB"
-
-
-@pytest.mark.parametrize("text", ["", "0", "5XB", "-1GB", "GB"])
-def test_are_other_sizes_refused(text: str) -> None:
-    with pytest.raises(InputError, match="--max-shard-size"):
-        parse_bytes(text, "--max-shard-size")

@@ -24,7 +24,6 @@ from serve.start import (
     listening_socket,
     scheduler_options_of,
     serve,
-    size_in_bytes,
     sources_of,
     template_of_flag,
     tokenizer_files_of,
@@ -35,20 +34,6 @@ from trainer.errors import InputError
 
 def options(**more: Any) -> StartOptions:
     return StartOptions(store="run", **more)
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("0", 0), ("1000", 1000), ("2GB", 2 * 10**9), ("1.5 kib", 1536), ("512MiB", 512 << 20)],
-)
-def test_are_sizes_read(text: str, size: int) -> None:
-    assert size_in_bytes(text, "--x") == size
-
-
-@pytest.mark.parametrize("text", ["", "-1", "2XB", "GB", "1e9", "all"])
-def test_is_what_is_no_size_refused(text: str) -> None:
-    with pytest.raises(InputError, match="--x"):
-        size_in_bytes(text, "--x")
 
 
 @pytest.mark.parametrize(

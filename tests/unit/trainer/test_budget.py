@@ -113,12 +113,6 @@ def test_files_that_a_live_writer_renames_are_not_missed(
     assert budgets._held_bytes(tmp_path) == 1000
 
 
-def test_sizes_are_written_for_people() -> None:
-    assert [in_bytes(n) for n in (0, 999, 1000, 10**9, 12 * 10**12)] == [
-        *("0 bytes", "999 bytes", "1.00 kB", "1.00 GB", "12.00 TB"),
-    ]
-
-
 def test_the_place_of_boundaries_is_the_first_that_has_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

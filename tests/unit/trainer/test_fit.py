@@ -16,7 +16,6 @@ from trainer.engine import EngineOptions
 from trainer.errors import InputError
 from trainer.fit import Fitted, fit
 from trainer.preflight import BudgetLine, binding, check_vram, preflight_text
-from trainer.sizes import size_of
 from trainer.vram import StepShape, predicted_bytes
 
 SHAPE = StepShape(
@@ -57,20 +56,6 @@ def test_less_room_gives_smaller_steps_of_the_same_rows(monkeypatch: pytest.Monk
     assert len(seen) > 2
     with pytest.raises(InputError, match="--vram-budget"):
         fit(SHAPE, budget)
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("8GiB", 8 << 30), ("500MB", 500_000_000), ("1.5 g", 1_500_000_000), ("1024", 1024)],
-)
-def test_sizes_are_read(text: str, size: int) -> None:
-    assert size_of(text, "--vram-budget") == size
-
-
-@pytest.mark.parametrize("text", ["", "much", "-1GiB", "0", "8iB"])
-def test_other_texts_are_refused(text: str) -> None:
-    with pytest.raises(InputError, match="--vram-budget"):
-        size_of(text, "--vram-budget")
 
 
 def line(name: str, needed: float, available: float | None) -> BudgetLine:
