@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardb.durations import duration
 from trainer.budget import TENSORS, Budget, is_ram_disk, room_bytes, step_shape
 from trainer.ceiling import DEVICE_COPY_BYTES, Ceiling, measure, step_flops
 from trainer.device import Device
@@ -34,7 +35,6 @@ from trainer.vram import StepShape
 DRIVE_BYTES_WRITTEN = 600 * 10**12
 # A frozen base is brought in once each way.
 VISITS = 2
-YEAR_SECONDS = 365.25 * 24 * 3600
 VRAM_REMEDY = (
     "lower --micro-batch-size (and raise --gradient-accumulation-steps), --lm-head-chunk-tokens,"
     " or let --fit choose"
@@ -249,7 +249,7 @@ def _step_time(
 ) -> BudgetLine:
     """Tell the last step's time, or the least that this machine could need."""
     if seconds is not None:
-        text = f"{seconds:.3g} s, as the last one took"
+        text = f"{duration(seconds)}, as the last one took"
         return _line("time a step", seconds, None, text, "")
     if rates is None:
         return _line("time a step", 0, None, "not measured yet", "")
@@ -257,7 +257,9 @@ def _step_time(
         step_flops(recipe) / rates.matmul_flops_per_second,
         budget.commit_bytes / rates.copy_bytes_per_second,
     )
-    text = f"at least {least:.3g} s by this machine's arithmetic and copying; disks not measured"
+    text = (
+        f"at least {duration(least)} by this machine's arithmetic and copying; disks not measured"
+    )
     return _line("time a step", least, None, text, "")
 
 
@@ -281,9 +283,8 @@ def _disk_writes(
     )
     lasts = ""
     if a_step and step_seconds:
-        years = DRIVE_BYTES_WRITTEN / a_step * step_seconds / YEAR_SECONDS
-        span = f"{years:.2g} years" if years >= 1 else f"{365.25 * years:.2g} days"
-        lasts = f"; at that speed without a pause such a drive lasts {span}"
+        lasting = DRIVE_BYTES_WRITTEN / a_step * step_seconds
+        lasts = f"; at that speed without a pause such a drive lasts {duration(lasting)}"
     text = f"{in_bytes(a_step)} a step on average{run}{worn}{lasts}"
     total = budget.commit_bytes * (steps or 0)
     remedy = "train with --active on a RAM disk and raise --durable-every"

@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from shardb.durations import duration
+
 # Steps over which speed and time left are averaged: long enough to smooth a validation.
 SPEED_WINDOW_STEPS = 50
 CURVE_STEPS = 40
@@ -151,7 +153,7 @@ def plain_line(line: Mapping[str, Any], seconds_left: float | None) -> str:
     if line.get("publish_pending"):
         parts.append("publishing=1")
     if seconds_left is not None:
-        parts.append(f"eta={duration(seconds_left)}")
+        parts.append(f"eta={duration(seconds_left).replace(' ', '')}")
     return " ".join(parts)
 
 
@@ -165,13 +167,3 @@ def curve(losses: Sequence[float]) -> str:
     low, high = min(losses), max(losses)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(BARS[round((loss - low) * scale)] for loss in losses)
-
-
-def duration(seconds: float) -> str:
-    """Give `42s`, `3m05s` or `2h07m`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"

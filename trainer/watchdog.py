@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 
+from shardb.durations import duration
+
 WAIT_SECONDS = 60.0
 
 
@@ -59,7 +61,7 @@ class Watchdog:
             seconds = time.monotonic() - wait.began
             if seconds > self._wait_seconds * (wait.told + 1):
                 wait.told += 1
-                self._say(f"warning: waiting for {seconds:.0f} s: {wait.words()}")
+                self._say(f"warning: waiting for {duration(seconds)}: {wait.words()}")
 
     def __enter__(self) -> Watchdog:
         return self

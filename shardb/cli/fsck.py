@@ -13,6 +13,7 @@ import typer
 from shardb.cli.places import JsonOption, StoreArgument, store_path
 from shardb.cli.printing import in_bytes, print_json
 from shardb.cli.verified import VerifiedTimes
+from shardb.durations import duration
 from shardb.errors import ShardbError, UsageError
 from shardb.filesystem import RealFileSystem
 from shardb.findings import Finding, Report
@@ -108,7 +109,7 @@ class _Display:
         text = (
             f"checked {progress.objects} of {progress.objects_total} objects, "
             f"{in_bytes(progress.bytes)} of {in_bytes(progress.bytes_total)}, "
-            f"{in_bytes(rate)}/s, {left_seconds:.0f} s left"
+            f"{in_bytes(rate)}/s, {duration(left_seconds)} left"
         )
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
@@ -133,7 +134,7 @@ def _print_text(root: str, report: Report) -> None:
     rest = "" if report.complete else "; not every object was read"
     print(
         f"checked {report.objects_checked} objects, {in_bytes(report.bytes_checked)} in "
-        f"{report.seconds:.1f} s: {found or 'no findings'}{rest}"
+        f"{duration(report.seconds)}: {found or 'no findings'}{rest}"
     )
 
 

@@ -19,6 +19,7 @@ from shardb.cli.places import (
     store_path,
 )
 from shardb.cli.printing import in_bytes, print_json, print_table
+from shardb.durations import duration
 from shardb.errors import NotFoundError, UsageError
 from shardb.pack import pack_snapshots
 from shardb.pack_report import Packed, PackProgress
@@ -107,7 +108,7 @@ def unpack(
     else:
         print(
             f"unpacked {_objects(done.objects)}: {in_bytes(done.packed_bytes)} to "
-            f"{in_bytes(done.bytes)}, in {done.seconds:.1f} s"
+            f"{in_bytes(done.bytes)}, in {duration(done.seconds)}"
         )
 
 
@@ -164,7 +165,7 @@ def _print_packed(done: Packed) -> None:
             f"packed {_objects(len(done.objects))} of {len(steps)} "
             f"{'step' if len(steps) == 1 else 'steps'}: {in_bytes(done.bytes)} to "
             f"{in_bytes(done.packed_bytes)}, {in_bytes(done.bytes - done.packed_bytes)} freed, in "
-            f"{done.seconds:.1f} s ({rate}/s)"
+            f"{duration(done.seconds)} ({rate}/s)"
         )
     else:
         print("nothing to pack")
@@ -213,7 +214,7 @@ class _Display:
         text = (
             f"{self._done} {progress.objects} of {progress.objects_total} objects, "
             f"{in_bytes(progress.bytes)} of {in_bytes(progress.bytes_total)}, "
-            f"{in_bytes(rate)}/s, {left_seconds:.0f} s left"
+            f"{in_bytes(rate)}/s, {duration(left_seconds)} left"
         )
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 

@@ -10,6 +10,7 @@ import sys
 import time
 
 from shardb.cli.printing import in_bytes
+from shardb.durations import duration
 
 REWRITE_SECONDS = 0.2
 
@@ -34,7 +35,7 @@ class ProgressLine:
         left_seconds = (total_bytes - done_bytes) / rate if rate else 0.0
         self.show(
             f"{doing}: {in_bytes(done_bytes)} of {in_bytes(total_bytes)}, {in_bytes(rate)}/s, "
-            f"{left_seconds:.0f} s left"
+            f"{duration(left_seconds)} left"
         )
 
     def __enter__(self) -> ProgressLine:

@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 from shardb.cli.printing import in_bytes
+from shardb.durations import duration
 from shardb.transfer_tally import Counts, Tally
 
 REWRITE_SECONDS = 0.2
@@ -82,16 +83,15 @@ class TransferDisplay:
             parts.append(f"{counts.objects_present} were there")
         if counts.objects_resumed:
             parts.append(f"{counts.objects_resumed} were there from an earlier copy")
-        return (
-            f"{', '.join(parts)}, in {seconds:.1f} s ({in_bytes(counts.bytes_moved / seconds)}/s)"
-        )
+        rate = in_bytes(counts.bytes_moved / seconds)
+        return f"{', '.join(parts)}, in {duration(seconds)} ({rate}/s)"
 
 
 def progress_text(counts: Counts, seconds: float) -> str:
     """One line: what is done, how fast, and how long the rest takes at this rate."""
     rate = counts.bytes_moved / max(seconds, 1e-9)
     left_bytes = counts.bytes_total - counts.bytes_done
-    left = f", {left_bytes / rate:.0f} s left" if rate > 0 else ""
+    left = f", {duration(left_bytes / rate)} left" if rate > 0 else ""
     return (
         f"copied {counts.objects_done} of {counts.objects_total} objects, "
         f"{in_bytes(counts.bytes_done)} of {in_bytes(counts.bytes_total)}, {in_bytes(rate)}/s{left}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import Protocol, TextIO
 
-from trainer.progress import duration
+from shardb.durations import duration
 
 _REDRAW_SECONDS = 0.2
 _PLAIN_SECONDS = 5.0
@@ -77,7 +77,8 @@ class TextProgress:
         """Finish the pass with a line that says how long it took."""
         seconds = time.monotonic() - self._begun
         rate = self._done / _MEGABYTE / seconds if seconds > 0 else 0.0
-        line = f"{self._what}: {self._done / _MEGABYTE:,.1f} MB in {seconds:.1f}s ({rate:.1f} MB/s)"
+        done = f"{self._done / _MEGABYTE:,.1f} MB in {duration(seconds)}"
+        line = f"{self._what}: {done} ({rate:.1f} MB/s)"
         self._write(f"\r\x1b[K{line}\n" if self._is_terminal else f"{line}\n")
 
     def note(self, text: str) -> None:
@@ -90,7 +91,7 @@ class TextProgress:
 
 
 def progress_line(what: str, done: int, total: int, seconds: float) -> str:
-    """Return `encoding: 12.0 of 30.0 MB (40 %), 6.1 MB/s, 3s left`."""
+    """Return `encoding: 12.0 of 30.0 MB (40 %), 6.1 MB/s, 3.0 s left`."""
     rate = done / seconds if seconds > 0 else 0.0
     left = duration((total - done) / rate) if rate > 0 else "unknown"
     share = 100 * done / total if total else 100.0

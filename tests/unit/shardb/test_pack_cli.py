@@ -161,7 +161,7 @@ def test_is_progress_shown_on_a_terminal_and_cleared(
         display.show(progress)
         display.show(progress)
     shown = capsys.readouterr().err
-    assert shown.count("packed 1 of 2 objects, 50 B of 100 B, 50 B/s, 1 s left") == 1
+    assert shown.count("packed 1 of 2 objects, 50 B of 100 B, 50 B/s, 1.0 s left") == 1
     assert shown.endswith("\r\x1b[K")
 
 

@@ -174,7 +174,7 @@ def test_does_publish_follow_a_run(run: Path, quick_path: Path) -> None:
 def test_what_is_shown_while_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
     counts = Counts(objects_total=4, objects_done=1, bytes_total=400_000_000, bytes_done=10**8)
     assert progress_text(counts, 2.0) == (
-        "copied 1 of 4 objects, 100 MB of 400 MB, 50 MB/s, 6 s left"
+        "copied 1 of 4 objects, 100 MB of 400 MB, 50 MB/s, 6.0 s left"
     )
     with TransferDisplay() as display:
         display.tally.expect(1, 10)

@@ -41,7 +41,7 @@ def run(shown: TextProgress, clock: Clock) -> None:
 
 def test_does_a_line_tell_how_far_how_fast_how_long() -> None:
     line = progress_line("encoding", 10_000_000, 40_000_000, 5.0)
-    assert line == "encoding: 10.0 of 40.0 MB (25 %), 2.0 MB/s, 15s left"
+    assert line == "encoding: 10.0 of 40.0 MB (25 %), 2.0 MB/s, 15 s left"
 
 
 def test_is_a_line_of_nothing_yet_no_division_by_zero() -> None:
@@ -54,8 +54,8 @@ def test_are_there_few_plain_lines_when_piped(clock: Clock) -> None:
     out = io.StringIO()
     run(TextProgress(out), clock)
     lines = out.getvalue().split("\n")
-    assert lines[0] == "encoding: 10.0 of 40.0 MB (25 %), 2.0 MB/s, 15s left"
-    assert lines[-3:] == ["encoding: 40.0 MB in 20.0s (2.0 MB/s)", "done", ""]
+    assert lines[0] == "encoding: 10.0 of 40.0 MB (25 %), 2.0 MB/s, 15 s left"
+    assert lines[-3:] == ["encoding: 40.0 MB in 20 s (2.0 MB/s)", "done", ""]
     assert 4 <= len(lines) <= 8
     assert "\x1b" not in out.getvalue()
     assert "\r" not in out.getvalue()
