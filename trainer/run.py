@@ -97,6 +97,7 @@ class Run:
         )
         self._skips = Skips(plan.settings.max_skipped_steps)
         self._rows_ahead: tuple[int, list[Ids]] | None = None
+        self._commit_seconds = 0.0  # of the last step: its commit, and pins and copies after it
 
     def is_finished(self) -> bool:
         """Say whether the stop is reached."""
@@ -152,6 +153,7 @@ class Run:
             self.trace.committed(self.head.step, commit_started, commit_ended)
         publish_seconds += self.keep_head()
         seconds = time.perf_counter() - started
+        self._commit_seconds = seconds - (commit_started - started)
         return {
             **line_of(self.head, durable_step=self.tiers.durable_step),
             "seconds": seconds,
@@ -217,7 +219,8 @@ class Run:
         )
         if self.unrecorded:
             metrics["recipe_changes"] = {k: list(pair) for k, pair in self.unrecorded.items()}
-        seconds = time.perf_counter() - started
+        # A commit cannot tell how long it will take: the last one stands for it.
+        seconds = time.perf_counter() - started + self._commit_seconds
         metrics |= {"seconds": seconds, "tokens_per_second": result.tokens / seconds}
         timings = {**result.timings, "data_load_seconds": data_seconds}
         return _Trained(metrics=metrics, timings=timings, moved_bytes=moved_bytes)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -17,6 +18,7 @@ from trainer.data.batches import validation_batches
 from trainer.data.rows import TokenRows
 from trainer.generate_cli import HELP, command
 from trainer.model.stored import TOKENIZER_SHARD, read_bytes
+from trainer.run import Run
 from trainer.run_shards import read_stored_run
 from trainer.start import engine_for
 
@@ -274,3 +276,31 @@ def test_event_files_are_written_where_a_writer_is_there(
     off = ("--max-steps", "5", "--tensorboard", "off")
     assert train_here(arguments(tmp_path / "run", None, *off)) == 0
     assert len(points) == count
+
+
+def test_the_rate_of_a_step_counts_its_commit(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+    monkeypatch.setattr("trainer.run.time", clock)
+
+    def takes(name: str, seconds: float) -> None:
+        work = getattr(Run, name)
+
+        def slow(run: Run, *given: Any) -> Any:
+            clock.now += seconds
+            return work(run, *given)
+
+        monkeypatch.setattr(Run, name, slow)
+
+    takes("_rows_now", 1.0)
+    takes("_commit", 3.0)
+    store = tmp_path / "run"
+    assert train_here(arguments(store, data, "--max-steps", "3")) == 0
+    tokens = 4 * 16
+    assert [line["tokens_per_second"] for line in step_lines(store)] == [tokens / 4] * 3
+    with shardb.open(store) as opened:
+        told = [record["metrics"] for record in opened.history() if record["kind"] == "commit"]
+    rates = [metrics["tokens_per_second"] for metrics in told if "seconds" in metrics]
+    # Before the first commit of a process there is none that could stand for it.
+    assert rates == [tokens / 1, tokens / 4, tokens / 4]
