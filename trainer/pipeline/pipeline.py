@@ -188,7 +188,7 @@ class Pipeline:
         kept = sum(resident_bytes(self.shapes[n]) for n in self.residents if n not in always)
         chosen = spending(self.shapes, sizes, spare + kept)
         spare -= chosen.slot_bytes
-        if self.steps_done == FILLING_STEPS[-1]:
+        if self.steps_done == FILLING_STEPS[-1] and spare >= 0:
             if chosen.more_tiles:
                 self.tiles.grow(sizes.more_tile_slots)
             if chosen.more_gradients:
