@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import zstandard
 
 import shardb
 from shardb import frames, records
@@ -110,6 +111,31 @@ def test_is_a_log_that_does_not_say_whose_it_is_not_taken(run: Path, tmp_path: P
     with pytest.raises(CorruptionError, match="nothing to repair"):
         repair(str(run), yes=True, source=copied(tmp_path / "other"))
     assert list((run / "wal").iterdir()) == []
+
+
+def test_are_several_lost_segments_taken_from_a_copy(run: Path, long: Path) -> None:
+    """Each follows on the one before, which is a copy itself; the first says whose it is."""
+    known = Known.of(long)
+    shutil.rmtree(run / "index")
+    for path in (run / "wal").iterdir():
+        path.unlink()
+    outcome = repair(str(run), yes=True, source=copied(long))
+    assert words(outcome).count("log_fill") == len(list((long / "wal").iterdir())) > 2
+    assert outcome.exit_code == 0
+    check_repaired(run, known)
+
+
+def test_is_a_closed_segment_written_anew_whose_file_has_changed(run: Path) -> None:
+    """Its records are whole: somebody has compressed it again."""
+    known = Known.of(run)
+    path = min((run / "wal").iterdir())
+    data = zstandard.ZstdDecompressor().decompress(path.read_bytes())
+    path.write_bytes(zstandard.ZstdCompressor(level=19).compress(data))
+    assert [finding.kind for finding in fsck(run).findings] == ["log_damaged"]
+    outcome = repair(str(run), yes=True)
+    assert words(outcome) == ["log_rewrite"]
+    assert zstandard.ZstdDecompressor().decompress(path.read_bytes()) == data
+    check_repaired(run, known)
 
 
 def test_has_a_copy_without_a_log_no_segments(tmp_path: Path) -> None:

@@ -8,6 +8,9 @@ from shardb import frames, records
 from shardb.log import START
 from shardb.repair_state import (
     START_OF_LOG,
+    End,
+    Ends,
+    choose,
     known_ends,
     last_chain,
     merged,
@@ -111,3 +114,30 @@ def test_are_two_copies_merged_as_far_as_they_follow() -> None:
     assert merged(bytes(spoilt), None, START_OF_LOG) == whole[: ends[0]]
     assert merged(None, None, START_OF_LOG) == b""
     assert merged(bytes(spoilt), other, START_OF_LOG) == other
+
+
+def one_of_two(log: Log, index: Log, names: set[str]) -> str:
+    """Which of two states of one store is gone on with, where only one can be right."""
+    ends = Ends(
+        of_log=End(tables=applied(log), position=START, origin="log"),
+        of_index=End(tables=applied(index), position=START, origin="index"),
+        is_other=True,
+    )
+    chosen = choose(ends, "s" * 32, names)
+    assert chosen is not None
+    return chosen.origin
+
+
+def test_is_the_state_chosen_that_keeps_more_or_else_has_more_files() -> None:
+    first = [INIT, commit(A, 1, None, 1)]
+    further = [*first, commit(B, 2, A, 2)]
+    pinned = [*first, record("snapshot", name="one", commit=A)]
+    assert one_of_two(further, first, NAMES) == "log"
+    assert one_of_two(first, further, NAMES) == "index"
+    # One has a newer step, the other a snapshot: neither keeps all that the other does.
+    lost = NAMES - {f"{digest(1).hex()}.safetensors"}
+    other = [INIT, commit(C, 3, None, 3), record("snapshot", name="one", commit=C)]
+    branched = [INIT, commit(B, 4, None, 4), record("branch", name="b", commit=B)]
+    assert one_of_two(other, branched, lost) == "log"
+    assert one_of_two([*other, commit(A, 4, C, 1)], branched, lost) == "index"
+    assert one_of_two(pinned, further, NAMES) == "log"
