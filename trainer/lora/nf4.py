@@ -28,10 +28,9 @@ from trainer.errors import InputError
 from trainer.lora.forms import KEPT
 from trainer.lora.linears import Product
 from trainer.lora.targets import linear_modules
+from trainer.model.packed import BLOCK_VALUES, NESTED_VALUES, PREFIX, quant_state
 from trainer.model.stages import Stage
 
-PREFIX = "nf4/"
-BLOCK_VALUES, NESTED_VALUES = 64, 256
 TABLE_VALUES = 16
 _FORM, _ABSMAX, _NESTED, _OFFSET = "_form", "_absmax", "_nested", "_offset"
 
@@ -129,7 +128,9 @@ def unpacked(stage: Stage, packed: Mapping[str, Tensor], dtype: torch.dtype) -> 
     found = {}
     for name, parameter in stage.parameters.items():
         if name + KEPT in packed:
-            state = _state(name + KEPT, parameter.shape, packed, tables, dtype)
+            state = quant_state(
+                library(), name + KEPT, torch.Size(parameter.shape), packed, tables, dtype
+            )
             found[name] = library().dequantize_4bit(packed[name + KEPT], state)
         else:
             found[name] = packed[name].clone()
@@ -157,39 +158,13 @@ def _product(
     library_package = importlib.import_module("bitsandbytes")
     key = name + KEPT
     form = torch_adaptor.DTYPES[bytes(weights[key + _FORM].tolist()).decode()]
-    state = _state(key, shape, weights, tables, form)
+    state = quant_state(library(), key, torch.Size(shape), weights, tables, form)
 
     def multiply(x: Tensor, bias: Tensor | None) -> Tensor:
         output: Tensor = library_package.matmul_4bit(x, weights[key], quant_state=state, bias=bias)
         return output
 
     return multiply
-
-
-def _state(
-    key: str,
-    shape: tuple[int, ...],
-    weights: Mapping[str, Tensor],
-    tables: tuple[Tensor, Tensor],
-    dtype: torch.dtype,
-) -> Any:
-    """Give the library's own description of a packed weight."""
-    nested = library().QuantState(
-        absmax=weights[key + _NESTED],
-        code=tables[1],
-        blocksize=NESTED_VALUES,
-        dtype=torch.float32,
-    )
-    return library().QuantState(
-        absmax=weights[key + _ABSMAX],
-        shape=torch.Size(shape),
-        code=tables[0],
-        blocksize=BLOCK_VALUES,
-        quant_type="nf4",
-        dtype=dtype,
-        offset=weights[key + _OFFSET].reshape(()),
-        state2=nested,
-    )
 
 
 def stage_quantised(

@@ -29,31 +29,43 @@ def packed_shard(shards: Container[str], shard: str) -> str | None:
 def unpacked(packed: Mapping[str, Tensor], imported: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Give a block's weights: matrices from their packed form in fp32, all else as imported."""
     library = _library()
+    tables = library.get_4bit_type("nf4", device="cpu"), library.create_dynamic_map()
     found = {}
     for name, tensor in imported.items():
         key = name + MARK
         if key not in packed:
             found[name] = tensor
             continue
-        state = _state(library, key, tensor.shape, packed)
+        state = quant_state(library, key, tensor.shape, packed, tables, torch.float32)
         found[name] = library.dequantize_4bit(packed[key], state)
     return found
 
 
-def _state(library: Any, key: str, shape: torch.Size, packed: Mapping[str, Tensor]) -> Any:
+def quant_state(
+    library: Any,
+    key: str,
+    shape: torch.Size,
+    packed: Mapping[str, Tensor],
+    tables: tuple[Tensor, Tensor],
+    dtype: torch.dtype,
+) -> Any:
+    """Give the library's own description of a packed weight.
+
+    tables: of 4-bit values [16], and of their scales [256]; dtype: what it is unpacked to.
+    """
     nested = library.QuantState(
         absmax=packed[key + "_nested"],
-        code=library.create_dynamic_map(),
+        code=tables[1],
         blocksize=NESTED_VALUES,
         dtype=torch.float32,
     )
     return library.QuantState(
         absmax=packed[key + "_absmax"],
         shape=shape,
-        code=library.get_4bit_type("nf4", device="cpu"),
+        code=tables[0],
         blocksize=BLOCK_VALUES,
         quant_type="nf4",
-        dtype=torch.float32,
+        dtype=dtype,
         offset=packed[key + "_offset"].reshape(()),
         state2=nested,
     )
