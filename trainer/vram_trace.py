@@ -139,24 +139,33 @@ class HostAttention(FusedKernel):
     ) -> Any:
         """See `FusedKernel`."""
         if func is F.scaled_dot_product_attention:
-            return _HostFused.apply(*args[:3])  # type: ignore[no-untyped-call]
+            mask = _mask_of(args, kwargs)
+            return _HostFused.apply(*args[:3], mask)  # type: ignore[no-untyped-call]
         return None
+
+
+def _mask_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Give a mask as kernels take it: one of bools becomes numbers of the queries' dtype first."""
+    mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.empty(mask.shape, dtype=args[0].dtype, device=mask.device)
 
 
 class _HostFused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         rows, heads, positions, _ = query.shape
         # Laid out as the queries are: merging heads copies where those are laid out by head.
         output = torch.empty_like(query)
         sums = query.new_empty(rows, positions, heads, dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, output, sums)
+        ctx.save_for_backward(query, key, value, output, sums, mask)
         return output
 
     @staticmethod
-    def backward(ctx: Any, *_gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value, _output, _sums = ctx.saved_tensors
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    def backward(ctx: Any, *_gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        query, key, value, _output, _sums, _mask = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
 
 
 class FusedAttention(FusedKernel):

@@ -20,6 +20,7 @@ from trainer.lora import nf4
 from trainer.lora.adoption import NewAdapters
 from trainer.lora.feeding import DeviceBase
 from trainer.lora.model import AdaptedModel
+from trainer.lora.residency import Residency
 from trainer.lora.step import AdapterPass, AdapterStep
 from trainer.lora.visits import AdaptedEvaluator, open_visits, read_adapters
 from trainer.model.adapter_settings import LoraSettings
@@ -38,6 +39,7 @@ class AdapterEngine(Engine):
 
     poison: fill slots that were given back with NaN, to find whoever still reads them.
     keeps_base: let a device's copies of the base stay in host memory.
+    vram_budget_bytes: device memory that frozen blocks may fill; None lets none of them stay.
 
     Raises:
         InputError: a target is no module of the model, or an option does not go with adapters.
@@ -54,6 +56,7 @@ class AdapterEngine(Engine):
         spill_folder: str | None = None,
         poison: bool = False,
         keeps_base: bool = True,
+        vram_budget_bytes: int | None = None,
     ) -> None:
         check_options(options)
         if lora.base_quant == "nf4":
@@ -67,6 +70,7 @@ class AdapterEngine(Engine):
             dtype = options.torch_dtype
             base = DeviceBase(device, dtype, poison=poison, keeps_host=keeps_base)
         self.adapted = AdaptedModel.of(self._model, lora, poison=poison, base=base)
+        self._residency = None if base is None else Residency(self.adapted, vram_budget_bytes)
 
     def use_pipeline(self, settings: PipelineSettings) -> None:
         """Stay on the plain way: the pipeline is for shards that are updated."""
@@ -115,7 +119,10 @@ class AdapterEngine(Engine):
             loss_scale=loss_scale,
             grad_norm_scale=grad_norm_scale,
         )
-        return AdapterStep(self.adapted, txn, order).run(self._tokens(micro_batches))
+        result = AdapterStep(self.adapted, txn, order).run(self._tokens(micro_batches))
+        if self._residency is not None:
+            self._residency.stepped()
+        return result
 
     def discard_step(self, txn: ShardTransaction) -> None:
         """Drop what a step staged, so that the same transaction can try again."""

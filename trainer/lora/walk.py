@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,6 +32,7 @@ from trainer.lora.stages import AdaptedStage, adapted, leased
 from trainer.lora.targets import adapter_specs, linear_modules
 from trainer.model import layers
 from trainer.model.adapter_settings import LoraSettings
+from trainer.model.handed import handed_bytes
 from trainer.model.micro_batch import drop_keys, stand_ins
 from trainer.model.stages import build_head, build_trunk
 from trainer.placement import Boundary
@@ -87,9 +89,11 @@ def _walked(
         torch.empty(shape.micro_batch_size, shape.seq_len, dtype=torch.int64, device=META)
         for _ in range(shape.accumulation)
     ]
+    # What layers of transformers are handed lasts as well; it is made before counting begins.
+    handed = handed_bytes(config, shape.micro_batch_size, shape.seq_len, dtype)
     with trace, HostAttention() if is_host else FusedAttention():
         walk.step(ids)
-    return trace.peaks
+    return {phase: held + handed for phase, held in trace.peaks.items()}
 
 
 class _AdapterWalk(ABC):
@@ -239,12 +243,11 @@ class _DeviceWalk(_AdapterWalk):
         """Take the slots of blocks, and what other stages have from the beginning of a pass."""
         size = slot_bytes(self._trunk, self._dtype)
         self._slots = [_memory(size) for _ in range(SLOTS)]
-        self._head_memory = [_memory(brought_bytes(self._head, self._dtype))]
-        self._others = [
-            _memory(brought_bytes(stage, self._dtype))
-            for stage in self._trunk
-            if not stage.is_block and not stage.is_table
-        ]
+        first = next(i for i, stage in enumerate(self._trunk) if stage.parameters)
+        order = [*self._trunk, self._head, *reversed(self._trunk[first:])]
+        others = [stage for stage in order if not stage.is_block and not stage.is_table]
+        self._uses = Counter(stage.shard for stage in others)
+        self._others = {s.shard: _memory(brought_bytes(s, self._dtype)) for s in others}
 
     def adapters(self) -> dict[str, dict[str, Tensor]]:
         """See `_AdapterWalk`."""
@@ -276,9 +279,11 @@ class _DeviceWalk(_AdapterWalk):
         return self.left_out_weights(stage)
 
     def own(self, stage: AdaptedStage) -> list[Tensor]:
-        """The head's memory is given up behind its only visit."""
-        if stage is self._head:
-            return self._head_memory
+        """What is no block gives its memory up behind its last visit."""
+        if stage.shard in self._others:
+            self._uses[stage.shard] -= 1
+            if not self._uses[stage.shard]:
+                return [self._others.pop(stage.shard)]
         if stage.is_packed and self._dtype != torch.bfloat16:
             return [_memory(unpacked_bytes(stage, self._dtype))]
         return []

@@ -20,7 +20,7 @@ import inspect
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -30,7 +30,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from trainer.errors import InputError
 from trainer.model.micro_batch import Documents
@@ -113,6 +113,7 @@ class HfModel:
         self._model = model
         self._lock = threading.Lock()
         self._handed: OrderedDict[Any, list[Handed]] = OrderedDict()
+        self._forms: dict[Any, tuple[list[Handed], int]] = {}
         self._apart: WeakKeyDictionary[Documents, list[Handed]] = WeakKeyDictionary()
 
     def embed(self, weights: Mapping[str, Tensor], ids_BT: Tensor) -> Tensor:
@@ -201,15 +202,28 @@ class HfModel:
         """Ask the backbone what it hands each layer for an input of this form."""
         if documents is not None:
             return self._handed_within(x_BTD, documents)
-        if x_BTD.is_meta:
-            return [each.on_meta() for each in self._asked(x_BTD, torch.device("cpu"))]
         key = (tuple(x_BTD.shape), x_BTD.dtype, x_BTD.device)
+        if x_BTD.is_meta:
+            return self._without_content(x_BTD)[0]
         found = self._handed.get(key)
         if found is None:
             found = self._handed[key] = self._asked(x_BTD, x_BTD.device)
             if len(self._handed) > HANDED_MAX:
                 self._handed.popitem(last=False)
         return found
+
+    def handed_bytes(self, x_BTD: Tensor) -> int:
+        """Give what is kept of what layers are handed for an input of this form, on `meta`."""
+        with self._lock:
+            return self._without_content(x_BTD)[1]
+
+    def _without_content(self, x_BTD: Tensor) -> tuple[list[Handed], int]:
+        """Give what is handed to layers on `meta`, and the bytes that it has elsewhere."""
+        key = (tuple(x_BTD.shape), x_BTD.dtype)
+        if key not in self._forms:
+            asked = self._asked(x_BTD, torch.device("cpu"))
+            self._forms[key] = [each.on_meta() for each in asked], _storage_bytes(asked)
+        return self._forms[key]
 
     def _handed_within(self, x_BTD: Tensor, documents: Documents) -> list[Handed]:
         """Ask once a micro-batch; what was handed lives as long as its record does."""
@@ -266,6 +280,16 @@ def _parts(handed: Handed, *, rows: int) -> bool:
 
 def _to_meta(tensor: Tensor) -> Tensor:
     return tensor.to("meta")
+
+
+def _storage_bytes(handed: Sequence[Handed]) -> int:
+    """Give the bytes of all tensors, each storage once: layers of a kind share theirs."""
+    sizes = {}
+    for tensor in tree_iter([(each.args, dict(each.named)) for each in handed]):
+        if isinstance(tensor, Tensor):
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
 
 
 class _NotingLayer(nn.Module):
