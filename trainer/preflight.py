@@ -20,7 +20,7 @@ from trainer.errors import InputError
 from trainer.host_memory import machine_memory
 from trainer.lora.base_tier import RAM, BaseTier, tier_text
 from trainer.lora.forecast import bracket
-from trainer.lora.walk import predicted_adapter_phases
+from trainer.lora.need import adapter_need
 from trainer.model.adapter_settings import LoraSettings
 from trainer.options import EngineOptions
 from trainer.pipeline.choosing import vram_budget_of
@@ -142,8 +142,7 @@ def need_of(shape: StepShape, lora: LoraSettings | None, settings: Settings) -> 
     """Give what a step takes of a CUDA device, by the way that it will go."""
     if lora is None:
         return device_need(shape, settings)
-    phases = predicted_adapter_phases(shape, lora, is_host=False)
-    return DeviceNeed(phases=phases, most_bytes=max(phases.values()))
+    return adapter_need(shape, lora, vram_budget_of(settings))
 
 
 def vram_line(need: DeviceNeed, free: int, limit: int | None) -> BudgetLine:

@@ -29,7 +29,7 @@ from trainer.found import find_run
 from trainer.lora.base_tier import RAM
 from trainer.lora.engine import AdapterEngine
 from trainer.opening import Surroundings, opened_tiers
-from trainer.pipeline.choosing import pipeline_settings, pipeline_way
+from trainer.pipeline.choosing import pipeline_settings, pipeline_way, vram_budget_of
 from trainer.plan import Plan, finished_text, make_plan, validates
 from trainer.preflight import BudgetLine, binding, check_vram, preflight, preflight_text
 from trainer.progress import Progress, note_before, progress_for
@@ -111,6 +111,7 @@ def engine_for(
             spill_folder=spill_folder,
             poison=settings.poison_buffers,
             keeps_base=keeps_base,
+            vram_budget_bytes=vram_budget_of(settings),
         )
     engine = Engine(recipe.model, options, device, spill_folder=spill_folder)
     chosen = pipeline_settings(settings, options, device)
