@@ -26,10 +26,12 @@ from tests.unit.trainer.test_lora_walk import shape_of
 from tools.bench.host_grid import tensor_peak
 from trainer.data.masked import BEGINS, MASKED, begins_record, ids_of, with_beginning, with_marks
 from trainer.device import Device
+from trainer.engine import Engine
 from trainer.lora.walk import predicted_adapter_bytes
 from trainer.model.hf_family import HfModel
 from trainer.model.stages import check_keeps_apart
 from trainer.model.stored import read_model
+from trainer.options import EngineOptions
 from trainer.tokens import Tokens
 
 LENGTHS = (9, 17, 6)
@@ -87,6 +89,29 @@ def test_packed_records_have_the_loss_and_gradients_of_records_alone(
         one = engine.evaluate(view, [packed(1, apart=True)])
         other = engine.evaluate(view, [alone(1)])
     assert (one.tokens, one.loss) == (other.tokens, pytest.approx(other.loss, rel=CLOSE))
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_whole_weights_learn_from_packed_records_as_from_records_alone(
+    activations: str, tmp_path: Path
+) -> None:
+    _, store = imported_store(tmp_path, "llama")
+    with shardb.open(store) as opened, opened.at() as view:
+        model = read_model(view)
+    engine = Engine(model, EngineOptions(activations=activations), Device.from_name("cpu"))
+    norms = {}
+    with shardb.open(store) as opened:
+        for name, rows in (
+            ("packed", packed(1, apart=True)),
+            ("alone", alone(1)),
+            ("mixed", packed(1, apart=False)),
+        ):
+            with opened.begin() as txn:
+                result = engine.train_step(engine.adopting(txn), [rows], step=1, learning_rate=1e-3)
+                norms[name] = (result.loss, result.grad_norm)
+                txn.abort()
+    assert norms["packed"] == pytest.approx(norms["alone"], rel=1e-5)
+    assert norms["mixed"] != pytest.approx(norms["alone"], rel=1e-3), "control"
 
 
 def test_marks_are_no_part_of_ids(tmp_path: Path) -> None:

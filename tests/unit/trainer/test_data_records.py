@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from tests.support.training import step_lines, train_here
+from tests.support.training import step_lines, step_records, train_here
 from trainer.data.conversations import ConversationEncoder, template_render
 from trainer.data.inspect import inspect
 from trainer.data.manifest import MASKED_FORMAT_VERSION, Manifest, load_manifest
@@ -263,3 +264,30 @@ def test_training_counts_the_learned_tokens_alone(tmp_path: Path, tokenizer: Pat
     [line] = step_lines(tmp_path / "run")
     # "zz", the token that ends the turn, and the line end.
     assert line["validation_tokens"] == 4
+
+
+def test_a_run_on_packed_records_resumes_and_differs_from_one_that_attends_across(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    write(tmp_path / "train.jsonl", [chat(f"ask {n}", f"answer {n}") for n in range(32)])
+    write(tmp_path / "val.jsonl", [chat("x", "zz")])
+    size = ("--hidden-size", "16", "--num-layers", "1", "--num-heads", "2")
+    found = {}
+    for name, across, stops in (
+        ("whole", False, (3,)),
+        ("cut", False, (2, 3)),
+        ("mixed", True, (3,)),
+    ):
+        out = tmp_path / f"rows-{across}"
+        how = {"pack": True, "attend_across": across, "overwrite": True, "seq_len": 255}
+        prepare(replace(options(tmp_path, tokenizer, "chat", **how), out=out))
+        flags = [
+            *("--store", str(tmp_path / name), "--data-dir", str(out / "train")),
+            *("--vocab-size", str(SIZE), *size, "--intermediate-size", "16", "--device", "cpu"),
+            *("--threads", "1", "--micro-batch-size", "2"),
+        ]
+        for stop in stops:
+            assert train_here([*flags, "--max-steps", str(stop)]) == 0
+        found[name] = step_records(tmp_path / name)[3]
+    assert found["whole"] == found["cut"]
+    assert found["whole"].loss != found["mixed"].loss
