@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 INPUTS := pyproject.toml constraints.txt Makefile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-clean test lint format crash faults kills realfaults damage mutation exactness bench import-real consumers clean python-check serve-soak serve-npm
+.PHONY: help demo demo-clean test lint format crash crash-repairs coverage faults kills realfaults damage mutation exactness bench import-real consumers clean python-check serve-soak serve-npm
 .DELETE_ON_ERROR:
 
 help: ## This list
@@ -35,6 +35,13 @@ format: $(VENV)/.installed-test ## Format the sources and mend what can be mende
 
 crash: $(VENV)/.installed-test ## Explore crashes at length (CRASH_ARGS for the command's own flags)
 	@$(BIN)/python -m tools.crash $(CRASH_ARGS)
+
+REPAIR_IMAGES ?= 12
+crash-repairs: $(VENV)/.installed-test ## Crash repairs, and the repairs of those (REPAIR_IMAGES)
+	@REPAIR_IMAGES=$(REPAIR_IMAGES) $(BIN)/python -m pytest -q -rP tests/crash/test_repair_crashes.py
+
+coverage: $(VENV)/.installed-test ## Commit, recovery, gc, fsck, repair, leases: is every branch tested?
+	@$(BIN)/python -m tools.coverage_gate
 
 exactness: $(VENV)/.installed-test ## Compare every way of training with training in memory (EXACTNESS_ARGS)
 	@$(BIN)/python -m tools.exactness $(EXACTNESS_ARGS)

@@ -11,25 +11,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import shardb
 from shardb import history, reserve
 from shardb import locks as locks_module
 from shardb.branching import delete_snapshot, rewind
-from shardb.buffers import BufferPool
 from shardb.errors import ConflictError, CorruptionError, StorageFullError
 from shardb.filesystem import RealFileSystem
 from shardb.fsck import check_store
-from shardb.fsck_objects import Wanted, inspect_object
 from shardb.fsck_view import take_view
 from shardb.gc import Collected, collect_garbage
 from shardb.leases import Leases
 from shardb.locks import Locks
-from shardb.objects import ObjectFiles
-from shardb.repair import repair
-from shardb.repair_plan import Plan
 from shardb.testing.operations import Fault
 from shardb.testing.recording import RecordingFileSystem
 from tests.support.small_stores import commit_step, copy_store, fill_store, fsck, kinds, object_of
@@ -309,70 +303,3 @@ def test_is_a_disk_that_fails_the_reserve_told(tmp_path: Path) -> None:
     files = failing(tmp_path, operation="allocate")
     with pytest.raises(OSError, match="Input/output error"):
         reserve.ensure(files, str(tmp_path))
-
-
-# A writer
-
-
-def test_is_a_commit_seen_at_once_where_no_reader_can_be_asked(run: Path) -> None:
-    files = RecordingFileSystem(str(run))
-    with shardb.open(run, files=files) as store:
-        files._fault = Fault(
-            operation="list", nth=1, error=errno.EIO, persistent=True, path_contains="/leases"
-        )
-        commit_step(store, 7)
-        assert store.resolve().step == 7
-        assert not store.recovery.warnings
-        files._fault = None
-        commit_step(store, 8)
-        assert [commit.step for commit in store.commits()] == [2, 7, 8]
-
-
-def test_is_a_directory_among_spare_files_passed_over(run: Path) -> None:
-    for spare in run.glob("spare/free.*"):
-        spare.unlink()
-        spare.mkdir()
-    with shardb.open(run) as store:
-        assert commit_step(store, 7).step == 7
-    assert "place_taken" in {finding.kind for finding in fsck(run).findings}
-
-
-def test_is_a_mapped_object_given_up_that_somebody_has_taken(run: Path) -> None:
-    files = ObjectFiles(RealFileSystem(), str(run), verify=False)
-    pool = BufferPool(1 << 20)
-    buffer = pool.take(4096, "")
-    files.hold("0" * 32, buffer)
-    assert buffer.path is None
-    assert not list(run.glob("spare/held.*"))
-
-
-def test_does_a_forked_child_leave_what_its_parent_has_staged(run: Path) -> None:
-    with shardb.open(run) as store:
-        transaction = store.begin()
-        transaction.write("params/a", {"w": np.zeros(9)})
-        staged = list(run.glob("spare/staged.*"))
-        transaction.forget()
-        transaction.abort()
-        assert list(run.glob("spare/staged.*")) == staged != []
-
-
-def test_is_what_is_moved_aside_announced_before_it_is(run: Path) -> None:
-    (run / "reserve").unlink()
-    (run / "reserve").mkdir()
-    told: list[tuple[list[str], bool]] = []
-
-    def hear(plan: Plan) -> None:
-        told.append(([action.what for action in plan.actions], (run / "reserve").is_dir()))
-
-    outcome = repair(str(run), yes=True, on_planned=hear)
-    assert told == [(["place_clear"], True)]
-    assert [action.what for action in outcome.plan.actions] == ["place_clear"]
-
-
-def test_is_a_packed_object_unreadable_that_the_log_has_not_told_yet(tmp_path: Path) -> None:
-    (tmp_path / "objects").mkdir()
-    (tmp_path / f"objects/{'1' * 32}.pack").write_bytes(bytes(9000))
-    files = failing(tmp_path, operation="open", path_contains=".pack", persistent=True)
-    fault = inspect_object(files, str(tmp_path), Wanted(digest="1" * 32, bytes=9000))
-    assert fault is not None
-    assert (fault.kind, fault.found) == ("object_unreadable", "Input/output error")

@@ -121,9 +121,14 @@ def test_are_two_exchanged_objects_found(run: Path) -> None:
 
 def test_is_an_object_that_cannot_be_read_found(run: Path) -> None:
     path = object_of(run, 2, "params/a")
+    fault = Fault(
+        operation="pread_into", nth=1, error=errno.EIO, persistent=True, path_contains=path.name
+    )
+    report = check_store(RecordingFileSystem(str(run), fault=fault), str(run))
+    assert (only(report).kind, only(report).found) == ("object_unreadable", "Input/output error")
     path.unlink()
     path.mkdir()
-    assert only(fsck(run)).kind == "object_unreadable"
+    assert (only(fsck(run)).kind, only(fsck(run)).found) == ("object_missing", "Is a directory")
 
 
 # FORMAT
