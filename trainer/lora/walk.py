@@ -90,7 +90,8 @@ def _walked(
         for _ in range(shape.accumulation)
     ]
     # What layers of transformers are handed lasts as well; it is made before counting begins.
-    handed = handed_bytes(config, shape.micro_batch_size, shape.seq_len, dtype)
+    is_apart = shape.options.records_apart  # then it is made for each micro-batch, and counted
+    handed = 0 if is_apart else handed_bytes(config, shape.micro_batch_size, shape.seq_len, dtype)
     with trace, HostAttention() if is_host else FusedAttention():
         walk.step(ids)
     return {phase: held + handed for phase, held in trace.peaks.items()}
