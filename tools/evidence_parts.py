@@ -44,7 +44,7 @@ KILLS = 3
 RATES = (7.5e-4, 1.5e-3, 3e-3)
 RATE_STEPS = 100
 # Arms of an ablation that train at once on one device: each is bound by the host for a part.
-AT_ONCE = 3
+AT_ONCE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +156,7 @@ def probe(place: Place, scale: Scale, limit: float) -> None:
 
 def v25(place: Place, scale: Scale, limit: float) -> None:
     """Train the source's 291 M geometry by its recipe, in bf16 and for a few steps in fp16."""
-    _arms_at_once(v25_arms(scale), place, limit, 1)
+    _arms_at_once(v25_arms(scale), place, limit, 2)
 
 
 def memory(place: Place, scale: Scale, limit: float) -> None:
