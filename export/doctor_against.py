@@ -104,7 +104,9 @@ def gguf_against(
 
 
 def _fault(what: str) -> Finding:
-    return Place(file="").error("tokenizer", what, "export it again with the right --pre")
+    return Place(file="").error(
+        "tokenizer", what, "export it again with the right `export-gguf --pre`"
+    )
 
 
 def _failed(error: Exception) -> Compared:

@@ -28,7 +28,7 @@ Examples:
   export-hf run --ref step-3000 --out package --dtype bf16 --overwrite
   export-hf run --average step-2800,step-2900,step-3000 --out mean
   export-hf run --out package --reference-logits package.npz
-  export-hf run --out adapter --adapter      what a run with --lora-rank trained, for peft
+  export-hf run --out adapter --adapter      what `train --lora-rank` trained, for peft
   export-hf run --out package --merge        the base with it
   export-hf run --out package --merge --merge-into imported   not the base as it was packed
 

@@ -49,7 +49,9 @@ def read_tokenizer(directory: Path, vocab_size: int) -> TokenizerFiles:
         tokenizer = _converted(directory, old)
         notes.append(f"{TOKENIZER} was made from {old} by transformers")
     if tokenizer is None:
-        notes.append("the package holds no tokenizer: text cannot be made without --tokenizer")
+        notes.append(
+            "the package holds no tokenizer: text cannot be made without `serve --tokenizer`"
+        )
         return TokenizerFiles(tokenizer=None, beside=beside, notes=tuple(notes))
     largest = _largest_id(directory / TOKENIZER, tokenizer)
     if largest >= vocab_size:

@@ -12,6 +12,7 @@ Exit codes: 0 fine, 2 bad input, 5 OUT is there already. An interrupt leaves not
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +20,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from shardb.errors import ShardbError
+from shardb.errors import ConflictError, ShardbError
 from trainer.data.packing import ROWS_PER_FILE, RowFileWriter, dtype_for
 from trainer.data.progress import NoProgress, PrepareProgress, TextProgress
-from trainer.data.publish import partial_directory, refuse_target
+from trainer.data.publish import partial_directory
 from trainer.data.rows import TokenRows
 
 BLOCK_ROWS = 1024
@@ -36,7 +37,9 @@ def repack(
 
     Raises ConflictError when `out` is there, InputError for rows that cannot be read.
     """
-    target = refuse_target(out, overwrite=False)
+    if os.path.lexists(out):
+        raise ConflictError(f"{out}: there already; give another OUT, or move it away")
+    target = out.resolve()
     dtype = dtype_for(rows.largest_id() + 1)
     width = rows.seq_len + 1
     names: list[str] = []

@@ -141,7 +141,7 @@ def test_a_family_whose_layers_do_not_part_records_is_refused(
     check_keeps_apart(config)
     unparted = HfModel._asked
     monkeypatch.setattr(HfModel, "_asked", lambda self, x, device, _: unparted(self, x, device))
-    with pytest.raises(Exception, match="without --pack"):
+    with pytest.raises(Exception, match="--attend-across"):
         check_keeps_apart(config)
 
 

@@ -77,5 +77,5 @@ def _library() -> Any:
     except ImportError as error:
         raise InputError(
             f"the base of these adapters is in nf4, which takes bitsandbytes ({error}): pip install"
-            " 'shardb[nf4]', or give --merge-into imported"
+            " 'shardb[nf4]', or merge with `export-hf --merge-into imported`"
         ) from error

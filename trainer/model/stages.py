@@ -276,8 +276,8 @@ def check_keeps_apart(config: ModelConfig) -> None:
     if not model.keeps_apart():
         raise InputError(
             f"the layers of {model.config.model_type}, as this version of transformers has them,"
-            " do not keep apart records that share a row: prepare the data again without --pack,"
-            " or with --attend-across"
+            " do not keep apart records that share a row: prepare the data again with"
+            " `train-data prepare --attend-across`, or one record a row"
         )
 
 
