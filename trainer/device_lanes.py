@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -173,6 +174,7 @@ class CudaLanes:
     def __init__(self, place: Device, second: Device | None = None) -> None:
         self._place = place
         self._device = device = place.torch_device
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._pool: Any = None
         self._trace: _Trace | None = None
         self._streams: dict[Lane, torch.cuda.Stream] = {
@@ -235,6 +237,8 @@ class CudaLanes:
         torch.cuda.reset_peak_memory_stats(self._device)
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        if not self._graphs:
+            self._pool = None  # it went with the last graph that used it
         with warnings.catch_warnings():
             # PyTorch only warns of a recording of nothing, which would leave old results in place.
             warnings.filterwarnings("error", message="The CUDA Graph is empty")
@@ -243,6 +247,7 @@ class CudaLanes:
                 graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
             ):
                 result = work()
+        self._graphs.add(graph)
         self._pool = graph.pool()
         taken = torch.cuda.max_memory_allocated(self._device) - before
         lasting = torch.cuda.memory_allocated(self._device) - before
