@@ -1,8 +1,8 @@
 """Which flags the texts of the sources name, and which flags commands have.
 
-Owns the reading of both. A text is a string with a space in it that is no docstring: what is printed,
-raised or shown in a help. A flag belongs to the command that the same text names before it, as in
-`train --store run`, else to a command whose user can meet the text.
+Owns the reading of both. A text is a string with a space in it that is no docstring: what is
+printed, raised or shown in a help. A flag belongs to the command that the same text names before
+it, as in `train --store run`, else to a command whose user can meet the text.
 """
 
 from __future__ import annotations
