@@ -1,6 +1,6 @@
 """The plots of the evidence: SVG drawn from thinned records, by hand and to the pixel the same.
 
-    python -m tools.evidence_plots docs/evidence/curves.jsonl docs/evidence
+    python -m tools.evidence_plots docs/evidence/records.jsonl docs/evidence
 
 Owns the drawing. Knows nothing of what the curves mean beyond their names. A plot whose records are
 not there is not drawn.
@@ -144,18 +144,20 @@ def plots(lines: Sequence[Mapping[str, Any]]) -> list[Plot]:
     """Give every plot that there are records for."""
     runs: dict[str, dict[str, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for line in lines:
-        runs[line["part"]][line["run"]].append(line)
+        if line["kind"] == "step" and "run" in line:
+            runs[line["part"]][line["run"]].append(line)
     found = []
     if main := runs["main"].get("main"):
         found.append(_learning(main))
     for part, title in (
-        ("rates", "The search of the peak rate: held-out loss"),
-        ("ablations", "Equal tokens, 56 M parameters: held-out loss"),
-        ("hot", "Twenty times the rate, 56 M parameters: training loss"),
+        ("rates", "The search of the peak rate: training loss, smoothed"),
+        ("ablations", "Equal tokens, 56 M parameters: training loss, smoothed"),
+        ("hot", "Twenty times the rate, 56 M parameters: training loss, smoothed"),
     ):
-        field = "loss" if part == "hot" else "validation_loss"
-        curves = [Curve(name=run, points=_of(steps, field)) for run, steps in runs[part].items()]
-        curves = [curve for curve in curves if curve.points]
+        curves = [
+            Curve(name=run, points=smoothed(_of(steps, "loss")))
+            for run, steps in runs[part].items()
+        ]
         if curves:
             found.append(Plot(name=part, title=title, x="step", y="nats", curves=curves))
     if v25 := runs["v25"]:

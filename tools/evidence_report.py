@@ -4,7 +4,7 @@ Owns the comparisons: losses step by step, digests of commits and tensors, arms 
 Knows nothing of how runs are made. What was not recorded is told as not measured.
 
     python -m tools.evidence_report evidence.jsonl
-    python -m tools.evidence_report evidence.jsonl --thin docs/evidence/curves.jsonl
+    python -m tools.evidence_report evidence.jsonl --thin docs/evidence/records.jsonl
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ ARMS_HEAD = (
 )
 LAST_STEPS = 20
 THINNED_TO = 300
+# Records that are kept whole beside thinned steps.
+KEPT_KINDS = ("machine", "rows", "loss", "sample", "exported", "model", "killed", "ended")
 
 
 class Records:
@@ -199,7 +201,7 @@ def rest(records: Records) -> Iterator[str]:
 
 
 def thinned(records: Records) -> Iterator[Record]:
-    """Give what plots need: at most some 300 steps a run, each validation, with few fields."""
+    """Give what is committed: some 300 steps a run with few fields, each validation, and facts."""
     fields = ("loss", "validation_loss", "tokens_seen", "learning_rate", "grad_norm", "clip_scale")
     for part in ("main", "rates", "ablations", "hot", "v25"):
         for run, steps in records.runs(part).items():
@@ -207,7 +209,8 @@ def thinned(records: Records) -> Iterator[Record]:
             for index, line in enumerate(steps):
                 if index % every == 0 or "validation_loss" in line:
                     kept = {name: line[name] for name in fields if name in line}
-                    yield {"part": part, "run": run, "step": line["step"], **kept}
+                    yield {"part": part, "kind": "step", "run": run, "step": line["step"], **kept}
+    yield from (line for line in records._lines if line["kind"] in KEPT_KINDS)
 
 
 def _range(steps: Sequence[Record], field: str) -> str:

@@ -158,11 +158,17 @@ def overlap(data: Path) -> dict[str, Any]:
     A validation token counts as seen when a run of 13 tokens that holds it is in train too.
     """
     manifest = _manifest(data)
-    train = np.unique(_hashes(stream_of(read_rows(data / "train"))))
     held = read_rows(data / "val")
     stream = stream_of(held)
-    at = np.searchsorted(train, hashes := _hashes(stream))
-    is_known = train[np.minimum(at, len(train) - 1)] == hashes
+    hashes = _hashes(stream)
+    kinds, kind_of = np.unique(hashes, return_inverse=True)
+    is_met = np.zeros(len(kinds), bool)
+    train = stream_of(read_rows(data / "train"))
+    for first in range(0, len(train) - OVERLAP_TOKENS + 1, BLOCK_IDS):
+        block = _hashes(train[first : first + BLOCK_IDS + OVERLAP_TOKENS - 1])
+        at = np.minimum(np.searchsorted(kinds, block), len(kinds) - 1)
+        is_met[at[kinds[at] == block]] = True
+    is_known = is_met[kind_of]
     seen = np.zeros(len(stream), bool)
     for start in range(OVERLAP_TOKENS):
         seen[start : start + len(is_known)] |= is_known
