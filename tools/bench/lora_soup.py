@@ -3,7 +3,7 @@
     python -m tools.bench.lora_soup (--package DIR | --geometry H,L,F,V) [--rows DIR]
            [--device cpu|cuda] [--dtype fp32|bf16] [--quant none|nf4] [--seq-len 256]
            [--micro-batch 1] [--accumulation 1,4] [--rank 8] [--targets q_proj,v_proj]
-           [--rounds 3] [--threads 1] [--work DIR] [--markdown FILE]
+           [--rounds 3] [--threads 1] [--compile] [--work DIR] [--markdown FILE]
 
 Owns the protocol: the same package, rows, first adapters, AdamW and number of threads on both
 sides, each in a process of its own that waits while the other steps; within a round each side makes
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -93,6 +94,7 @@ def parsed() -> argparse.Namespace:
     for name, value in (("seq-len", 256), ("micro-batch", 1), ("rank", 8), ("rounds", 3)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--compile", action="store_true", help="our blocks compiled")
     parser.add_argument("--work", type=Path)
     parser.add_argument("--markdown", type=Path)
     asked = parser.parse_args()
@@ -141,7 +143,7 @@ def random_package(out: Path, geometry: Sequence[int], dtype: str) -> Path:
 
 def measured(asked: argparse.Namespace, package: Path, work: Path) -> dict[str, Arm]:
     """Start both sides and have them step in turns."""
-    names = ("device", "dtype", "quant", "rank", "targets", "threads")
+    names = ("device", "dtype", "quant", "rank", "targets", "threads", "compile")
     plan = {name: getattr(asked, name) for name in names}
     plan |= {"package": str(package), "work": str(work)}
     arms = {}
@@ -149,8 +151,10 @@ def measured(asked: argparse.Namespace, package: Path, work: Path) -> dict[str, 
     try:
         for name in ARMS:  # ours first: it writes the first adapters of both
             call = [sys.executable, "-m", "tools.bench.lora_soup_arms", name, json.dumps(plan)]
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            arm = arms[name] = Arm(process=subprocess.Popen(call, text=True, **pipes))  # type: ignore[call-overload]
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            # The peer writes its shards below the folder of temporary files and nowhere else.
+            pipes["env"] = {**os.environ, "TMPDIR": str(work)}
+            arm = arms[name] = Arm(process=subprocess.Popen(call, text=True, **pipes))
             arm.ready_seconds = arm.answer()["ready_seconds"]
         for index in range(asked.rounds + 1):
             for count in asked.accumulation:
@@ -189,7 +193,8 @@ def markdown(asked: argparse.Namespace, arms: dict[str, Arm]) -> tuple[str, bool
     title = (
         f"{asked.device}, {asked.dtype}, base {asked.quant}, rank {asked.rank} on"
         f" {','.join(asked.targets)}, {asked.micro_batch} x {asked.seq_len} tokens a micro-batch,"
-        f" {asked.rounds} rounds; made ready in {arms['ours'].ready_seconds:.1f} /"
+        f" {asked.rounds} rounds{', our blocks compiled' if asked.compile else ''}; made ready in"
+        f" {arms['ours'].ready_seconds:.1f} /"
         f" {arms['soup'].ready_seconds:.1f} s"
     )
     lines = [

@@ -81,6 +81,7 @@ def our_step(plan: dict[str, Any]) -> Step:
     options = EngineOptions(
         dtype=plan["dtype"],
         grad_clip_mode="none",
+        compile_blocks=plan["compile"],
         **values,  # type: ignore[arg-type]
     )
     engine = AdapterEngine(model, options, Device.from_name(plan["device"]), lora)
