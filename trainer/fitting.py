@@ -55,6 +55,7 @@ def tuned_here(
         pipelined=pipelined,
     )
     rates = measured_rates(step_shape(recipe, settings, "recompute"), machine, note)
+    note("--fit chooses by what steps are predicted to take")
     return tune(asked, rates, _need_on_host if device.is_host else _need_on_device)
 
 

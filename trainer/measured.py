@@ -19,11 +19,11 @@ from trainer.pass_rates import pass_times, update_rate
 from trainer.rates import Rates
 from trainer.store_rates import StoreRates, store_rates
 from trainer.vram import StepShape
+from trainer.writer_threads import WRITER_THREADS, writer_threads
 
 # Of one store. With what computes, which takes some ten passes of a tenth of a second, all of it
 # takes some seconds; compiling blocks comes on top, once a machine.
 STORE_SECONDS = 1.0
-WRITER_THREADS = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,8 +51,10 @@ def measured_rates(shape: StepShape, machine: Machine, note: Callable[[str], Non
     )
     passes = pass_times(shape, device, ceiling.matmul_flops_per_second, records=machine.pipelined)
     note(f"--fit measures the disk of {machine.store}")
-    disk = _store_rates(machine.store, machine, note)
-    active = None if machine.active is None else _store_rates(machine.active, machine, note)
+    disk = _store_rates(machine.store, machine, WRITER_THREADS, note)
+    active = None
+    if machine.active is not None:
+        active = _store_rates(machine.active, machine, writer_threads(device), note)
     device.forget_peak()
     return Rates(
         matmul_flops=ceiling.matmul_flops_per_second,
@@ -72,14 +74,16 @@ def measured_rates(shape: StepShape, machine: Machine, note: Callable[[str], Non
     )
 
 
-def _store_rates(path: Path, machine: Machine, note: Callable[[str], None]) -> StoreRates | None:
+def _store_rates(
+    path: Path, machine: Machine, threads: int, note: Callable[[str], None]
+) -> StoreRates | None:
     """Measure where a store is or will be; say so where that cannot be done."""
     folder = path if path.is_mount() else existing_parent(path.absolute().parent)
     try:
         found = store_rates(
             folder,
             seconds=STORE_SECONDS,
-            threads=WRITER_THREADS,
+            threads=threads,
             allow_network=machine.allow_network,
         )
     except OSError as error:

@@ -7,7 +7,6 @@ nothing is.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,13 +25,11 @@ from trainer.recipe import Settings
 from trainer.run_shards import state_of, write_meta
 from trainer.tiers import OneTier, Tiers
 from trainer.watchdog import Watchdog
+from trainer.writer_threads import WRITER_THREADS, writer_threads
 
 # Images kept in memory; a durable store behind an active one is written to and hardly read.
 CACHE_BYTES = 1 << 30
 DURABLE_CACHE_BYTES = 64 << 20
-WRITER_THREADS = 2
-# One digests 7 GB/s where eight did 46: many more find no more memory bandwidth.
-DIGEST_THREADS_MAX = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +59,7 @@ def opened_tiers(plan: Plan, engine: Engine, around: Surroundings) -> Iterator[T
     active_path.parent.mkdir(parents=True, exist_ok=True)
     with (
         _opened(plan.store, settings, around, cache_bytes=DURABLE_CACHE_BYTES) as durable,
-        _opened(active_path, settings, around, threads=_digest_threads(engine)) as active,
+        _opened(active_path, settings, around, threads=writer_threads(engine.device)) as active,
     ):
         _bring_branch(plan, durable, engine, around)
         tiers = TwoTiers(
@@ -80,13 +77,6 @@ def opened_tiers(plan: Plan, engine: Engine, around: Surroundings) -> Iterator[T
             yield tiers
         finally:
             tiers.close()
-
-
-def _digest_threads(engine: Engine) -> int:
-    """Where a GPU computes, the processor's cores are there to digest what it hands over."""
-    if engine.device.is_host:
-        return WRITER_THREADS
-    return max(WRITER_THREADS, min(DIGEST_THREADS_MAX, (os.cpu_count() or 1) - 4))
 
 
 @contextmanager

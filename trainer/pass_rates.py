@@ -8,7 +8,8 @@ of stores.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from shardb import TensorSpec, torch_adaptor
 from trainer.ceiling import shortest_seconds
 from trainer.device import Device
-from trainer.device_lanes import Lanes, lanes_of
+from trainer.device_lanes import lanes_of
 from trainer.gradients import PlacedSum
 from trainer.model.compiled import CompiledBlocks
 from trainer.model.stages import Stage, build_head, build_trunk
@@ -86,7 +87,8 @@ class _Passes:
     def __init__(self, shape: StepShape, device: Device, *, records: bool) -> None:
         self._shape = shape
         self._device = device
-        self._lanes: Lanes = lanes_of(device)
+        # One for all: recordings share a pool of memory, which goes with the last of them.
+        self._passes = Passes(lanes_of(device))
         self._records = records
         self._block = build_trunk(shape.model)[1]
         self._head = build_head(shape.model)
@@ -107,7 +109,7 @@ class _Passes:
         """Give the seconds of a forward pass, and of a backward pass that computes it again."""
         weights, total = self._weights(self._block), self._sum(self._block)
         x, gradient = self._hidden(rows), self._hidden(rows)
-        passes = Passes(self._lanes)
+        passes = self._passes
 
         def forward() -> Tensor:
             return passes.forward(self._compute, self._block, weights, x)
@@ -115,10 +117,8 @@ class _Passes:
         def backward() -> Tensor:
             return passes.backward(self._compute, self._block, weights, x, gradient, total)
 
-        forward()
-        backward()  # both compile where blocks are compiled
-        passes.may_record = self._records
-        return self._timed(forward), self._timed(backward)
+        with self._recording_after(forward, backward):  # both compile where blocks are compiled
+            return self._timed(forward), self._timed(backward)
 
     def head(self, rows: int) -> float:
         """Give the seconds of the head and its backward pass."""
@@ -126,7 +126,7 @@ class _Passes:
         labels = torch.zeros(
             rows, self._shape.seq_len, dtype=torch.int64, device=self._device.torch_device
         )
-        x, passes = self._hidden(rows), Passes(self._lanes)
+        x, passes = self._hidden(rows), self._passes
         work = HeadWork(
             stage=self._head,
             valid_tokens=labels.numel(),
@@ -136,9 +136,17 @@ class _Passes:
         def run() -> None:
             passes.head(work, weights, [x], [labels], total)
 
-        run()
-        passes.may_record = self._records
-        return self._timed(run)
+        with self._recording_after(run):
+            return self._timed(run)
+
+    @contextmanager
+    def _recording_after(self, *works: Callable[[], object]) -> Iterator[None]:
+        """Do some work as it is, then record it at its next call, as steps do."""
+        for work in works:
+            work()
+        self._passes.may_record = self._records
+        yield
+        self._passes.may_record = False
 
     def _timed(self, work: Callable[[], object]) -> float:
         return shortest_seconds(work, self._device, limit_seconds=TIMED_SECONDS)

@@ -53,13 +53,14 @@ def store_rates(
             allow_network=allow_network,
         ) as store,
     ):
-        large = _commit_seconds(store, SHARDS, SHARD_BYTES, seconds)
+        shards = max(SHARDS, threads)  # one for each thread at least
+        large = _commit_seconds(store, shards, SHARD_BYTES, seconds)
         read = _read_rate(store)
         small = _commit_seconds(store, SMALL_SHARDS, SMALL_BYTES, seconds / 4)
         shard_seconds = small / SMALL_SHARDS
-        alone = max(large - SHARDS * shard_seconds, large / 2)
+        alone = max(large - shards * shard_seconds, large / 2)
         return StoreRates(
-            write=SHARDS * SHARD_BYTES / alone, read=read, shard_seconds=shard_seconds
+            write=shards * SHARD_BYTES / alone, read=read, shard_seconds=shard_seconds
         )
 
 

@@ -96,7 +96,7 @@ def test_two_runs_with_the_same_split_are_equal_on_a_gpu() -> None:
 @pytest.mark.gpu
 @needs_cuda
 def test_how_far_the_kernels_are_apart() -> None:
-    """Some last bits differ after one step, by a few roundings."""
+    """Some last bits differ after one step, by a rounding or two of the terms that are summed."""
     count, rule = 1 << 20, AdamW(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
     draw = torch.Generator().manual_seed(0)
     old, gradient, first = (torch.randn(count, generator=draw) for _ in range(3))
@@ -118,10 +118,9 @@ def test_how_far_the_kernels_are_apart() -> None:
             ),
         )
         device.wait()
-        found.append([tensor.view(torch.int32).long() for tensor in (new, m, v)])
+        found.append([new, m, v])
     apart = [(a - b).abs() for a, b in zip(*found, strict=True)]
-    told = [(int(each.max()), float((each > 0).double().mean())) for each in apart]
-    print("roundings apart at most, share of elements:", told)
-    assert all(share < 0.9 for _, share in told)
-    # A value next to zero has tiny roundings: nine in ten thousand may be further apart.
-    assert all(float((each > 4).double().mean()) < 1e-3 for each in apart)
+    told = [(float(each.max()), float((each > 0).double().mean())) for each in apart]
+    print("apart at most, share of elements that differ:", told)
+    # All values are below 8, where a rounding is at most 2.4e-7.
+    assert all(0 < most < 1e-6 for most, _ in told)

@@ -34,7 +34,6 @@ def measure(arguments: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
             for place in (arguments.store, arguments.active)
         ]
         given = given_of(arguments, folders[0], folders[1], arguments.vram_budget)
-        given |= {"active_copies": 2}  # page-locking takes a third of a second a GiB
         if arguments.layers:
             given |= {"num_layers": arguments.layers}
         made[name] = Product(stack, given | {"prefetch_shards": prefetch})
@@ -55,6 +54,7 @@ def measure(arguments: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
         "tokens_per_step": first.rows_per_step * first.seq_len,
         "seconds": seconds,
         "different_shards": different,
+        "last_lines": {name: product.lines[-2:] for name, product in made.items()},
         "copies_to_the_second_device": pipeline.peer.copies if pipeline and pipeline.peer else 0,
     }
 
