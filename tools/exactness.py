@@ -8,6 +8,7 @@ resident training; kills some of them and goes on; and breaks some on purpose, w
     python -m tools.exactness --sample     few cells, in which every pair of values occurs
     python -m tools.exactness --device cuda --jobs 14 --out exactness.json
     python -m tools.exactness --device cuda:0,cuda:1 --jobs 30       take turns on two GPUs
+    python -m tools.exactness --device cuda --pipeline               what the pipeline trains
 
 An interrupt lets the runs in work end, tells what was found, and removes what was written.
 
@@ -37,7 +38,14 @@ from typing import Any
 
 import torch
 
-from tools.exactness_cells import FACTORS, Cell, all_cells, covering_sample, spread_sample
+from tools.exactness_cells import (
+    FACTORS,
+    Cell,
+    all_cells,
+    covering_sample,
+    spread_sample,
+    ways_of,
+)
 from tools.exactness_controls import controls
 from tools.exactness_findings import (
     CellFinding,
@@ -116,6 +124,8 @@ def main() -> int:
 def examine(arguments: argparse.Namespace, places: Places, progress: Progress) -> Findings:
     """Do everything that was asked for, in as many processes as were."""
     cells = covering_sample(arguments.seed) if arguments.sample else all_cells()
+    if arguments.pipeline:
+        cells = [cell for cell in cells if ways_of(cell)["device_pipeline"] == "on"]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tools.exactness_findings"])
     random.Random(arguments.seed).shuffle(cells)
@@ -246,6 +256,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--out", help="a JSON file for everything that was found")
     parser.add_argument("--sample", action="store_true", help="a covering sample of the cells")
+    parser.add_argument(
+        "--pipeline", action="store_true", help="only the cells that the device's pipeline trains"
+    )
     parser.add_argument("--kills", type=int, default=24, help="how many cells are killed")
     parser.add_argument(
         "--limit-seconds", type=float, default=7200.0, help="begin nothing more after this"
