@@ -1,8 +1,10 @@
 """The digest of an image that grows from its start on, taken while the rest is still written.
 
 Owns how far it has come. A digest takes one byte after the other: one thread is at it at a time,
-whichever comes first, a task that `fill_to` started or the one that calls `finish`. So nobody waits
-for a task that is still queued. Knows nothing of files.
+whichever comes first, the task that `fill_to` started or the one that calls `finish`. Invariant:
+there is one task an image at most, which goes on until it has caught up. So threads do not wait for
+one another while other images have work for them, and nobody waits for a task that is still queued.
+Knows nothing of files.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ class GrowingDigest:
         self._start = start
         self._digest = xxhash.xxh3_128()
         self._turn = threading.Lock()
+        self._asking = threading.Lock()
+        self._has_task = False
         self._filled_bytes = 0
         self._done_bytes = 0
 
@@ -34,20 +38,37 @@ class GrowingDigest:
         What is known already, said late by another thread, changes nothing.
         """
         assert 0 <= size_bytes <= self._size_bytes
-        if size_bytes > self._filled_bytes:
+        with self._asking:
+            if size_bytes <= self._filled_bytes:
+                return
             self._filled_bytes = size_bytes
-            self._start(self._go_on)
+            if self._has_task:
+                return
+            self._has_task = True
+        self._start(self._catch_up)
 
     def finish(self) -> str:
         """Give the digest of the whole image, which is complete; it is let go of."""
-        self._filled_bytes = self._size_bytes
-        self._go_on()
+        with self._asking:
+            self._filled_bytes = self._size_bytes
+        with self._turn:
+            self._go_on()
         self._image = np.empty(0, dtype=np.uint8)
         return self._digest.hexdigest()
 
-    def _go_on(self) -> None:
+    def _catch_up(self) -> None:
         with self._turn:
-            filled = self._filled_bytes
-            if self._done_bytes < filled:
-                self._digest.update(self._image[self._done_bytes : filled].data)
-                self._done_bytes = filled
+            while self._is_behind():
+                self._go_on()
+
+    def _is_behind(self) -> bool:
+        """Say whether the task has more to do; else it is over, and the next one may begin."""
+        with self._asking:
+            self._has_task = self._done_bytes < self._filled_bytes
+            return self._has_task
+
+    def _go_on(self) -> None:
+        filled = self._filled_bytes
+        if self._done_bytes < filled:
+            self._digest.update(self._image[self._done_bytes : filled].data)
+            self._done_bytes = filled

@@ -32,6 +32,7 @@ class Lane(StrEnum):
     TOKENS_IN = "tokens in"
     PARAMS_IN = "parameters in"
     STATE_IN = "state in"
+    ACTIVATIONS_IN = "activations in"
     UPDATE = "update"
     OUT = "out"
     OUT_LATER = "out, when there is room"

@@ -149,6 +149,25 @@ def test_what_a_budget_is_spent_on_changes_nothing(
     assert comparison.differences() == []
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("gradients", ["vram", "recompute"])
+def test_what_a_budget_keeps_in_the_middle_of_a_run_changes_nothing(
+    gradients: str, device: str
+) -> None:
+    class Filling(Pipelined):
+        """At some steps more stages stay, among them what the step before left in slots."""
+
+        def train(self, step: int, rate: float) -> StepResult:
+            result = super().train(step, rate)
+            assert self.engine.pipeline is not None
+            if step in (3, 6):
+                self.engine.pipeline.keep_resident(["embeddings"] if step == 3 else ["block_000"])
+            return result
+
+    options = replace(options_of("bf16", "global"), max_grad_norm=BITES_SOMETIMES[1])
+    assert Filling(TINY, options, 1, device, gradients=gradients).differences() == []
+
+
 def test_control_a_skipped_update_is_noticed() -> None:
     class Skipped(Pipelined, SkippedUpdate):
         """Both."""

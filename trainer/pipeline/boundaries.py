@@ -118,11 +118,11 @@ class OnHost:
     def _fetch(self) -> None:
         while self._wanted and self._opened(self._wanted[0]).has_room:
             key = self._wanted.popleft()
-            slot = self._opened(key).take(Lane.PARAMS_IN)
-            self._lanes.wait(Lane.PARAMS_IN, self._kept.pop(key))
-            with self._lanes.on(Lane.PARAMS_IN, f"activations {key[0]}"):
+            slot = self._opened(key).take(Lane.ACTIVATIONS_IN)
+            self._lanes.wait(Lane.ACTIVATIONS_IN, self._kept.pop(key))
+            with self._lanes.on(Lane.ACTIVATIONS_IN, f"activations {key[0]}"):
                 slot.buffer.copy_(self._host[key].view(-1), non_blocking=True)
-            self._ahead.append((key, slot, self._lanes.mark(Lane.PARAMS_IN)))
+            self._ahead.append((key, slot, self._lanes.mark(Lane.ACTIVATIONS_IN)))
 
     def _opened(self, key: tuple[int, int]) -> Ring:
         if self._ring is None:

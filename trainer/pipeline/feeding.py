@@ -137,8 +137,13 @@ class Parameters:
         self._base = base
         self._ring = ring
         self._residents = residents
-        self._here = {brought.name: brought for brought in begins_with}
         streamed = [name for name in order if name not in residents]
+        self._here: dict[str, Brought] = {}
+        for brought in begins_with:
+            if brought.name in streamed:
+                self._here[brought.name] = brought
+            elif brought.slot is not None:  # it has become resident since
+                ring.give_back(brought.slot, Lane.OUT)
         self._uses = Counter(streamed)
         self._stays = _that_stay(streamed, len(ring))
         self._coming = deque(

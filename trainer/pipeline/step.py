@@ -224,6 +224,7 @@ class PipelineStep:
                 order,
                 self._residents,
                 pipeline.settings.sizes.tile_elements,
+                activations_on_host=pipeline.settings.activations_on_host,
             ),
             txn=txn,
             shapes=pipeline.shapes,

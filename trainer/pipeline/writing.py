@@ -151,10 +151,16 @@ def new_writes(
     order: Sequence[tuple[str, StageShape]],
     residents: Mapping[str, Resident],
     part_elements: int,
+    *,
+    activations_on_host: bool,
 ) -> Writes:
-    """Begin the copies out of a step that updates stages in this order."""
+    """Begin the copies out of a step that updates stages in this order.
+
+    Where activations go out during the next forward pass, nothing is held back until then: one
+    queue takes all copies out, and the memory of what waits in it is nobody's yet.
+    """
     total = sum(resident_bytes(shape) for _, shape in order)
-    held_bytes_max = int(HELD_SHARE * total)
+    held_bytes_max = 0 if activations_on_host else int(HELD_SHARE * total)
     later, is_streamed_behind, behind = set(), False, 0
     for name, shape in reversed(order):
         behind += resident_bytes(shape)

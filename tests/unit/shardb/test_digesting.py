@@ -36,6 +36,18 @@ def test_is_it_the_digest_of_all_bytes(steps: list[int]) -> None:
     assert digest.finish() == xxhash.xxh3_128_hexdigest(whole.tobytes())
 
 
+def test_has_an_image_one_task_at_a_time_that_catches_up() -> None:
+    whole, started = image(), list[Callable[[], None]]()
+    digest = GrowingDigest(whole, started.append)
+    for size in range(1000, 50_000, 1000):
+        digest.fill_to(size)
+    assert len(started) == 1  # more would only keep threads from other images
+    started.pop()()
+    digest.fill_to(60_000)
+    assert len(started) == 1
+    assert digest.finish() == xxhash.xxh3_128_hexdigest(whole.tobytes())
+
+
 def test_do_tasks_of_many_threads_take_turns() -> None:
     whole = image()
     expected = xxhash.xxh3_128_hexdigest(whole.tobytes())

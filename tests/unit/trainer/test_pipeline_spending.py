@@ -92,6 +92,8 @@ def test_may_what_resident_stages_write_wait(residents: list[str], later: set[st
     pipeline = pipeline_of()
     pipeline.keep_resident(residents)
     order = list(reversed(list(pipeline.shapes.items())))
-    writes = new_writes(pipeline.lanes, pipeline.sealer, order, pipeline.residents, 512)
+    common = pipeline.lanes, pipeline.sealer, order, pipeline.residents, 512
+    writes = new_writes(*common, activations_on_host=False)
     assert later <= writes.later <= {*residents, "final_norm"}
     assert 0 < writes.held_bytes_max < sum(resident_bytes(shape) for _, shape in order) / 2
+    assert new_writes(*common, activations_on_host=True).held_bytes_max == 0
