@@ -103,12 +103,12 @@ class ReplayTape:
             with torch.no_grad():
                 return self._compute.run(self._stage, params, x, index)
         with torch.enable_grad():
-            return self._compute.run(self._stage, _leaves(params), _input_leaf(x), index).detach()
+            return self._compute.run(self._stage, leaves_of(params), _input_leaf(x), index).detach()
 
     def backward(
         self, params: Mapping[str, Tensor], gradients: Boundary, total: GradientSum
     ) -> None:
-        leaves = _leaves(params)
+        leaves = leaves_of(params)
         self.outputs.clear()
         for index in range(len(self._inputs)):
             gradients[index] = self._again(index, leaves, gradients[index], total)
@@ -117,7 +117,17 @@ class ReplayTape:
         self, index: int, leaves: dict[str, Tensor], gradient: Tensor, total: GradientSum
     ) -> Tensor:
         """Compute one micro-batch again and go back through it; nothing of it is left after."""
-        leaf = _input_leaf(self._inputs[index])
+        return self._back(self._inputs[index], index, leaves, gradient, total)
+
+    def _back(
+        self,
+        x: Tensor,
+        index: int,
+        leaves: dict[str, Tensor],
+        gradient: Tensor,
+        total: GradientSum,
+    ) -> Tensor:
+        leaf = _input_leaf(x)
         with torch.enable_grad():
             output = self._compute.run(self._stage, leaves, leaf, index)
         return _backward(output, leaves, leaf, gradient, total)
@@ -138,7 +148,7 @@ class KeptTape:
         params: Mapping[str, Tensor],
         inputs: Boundary | Sequence[Tensor],
     ) -> None:
-        self._leaves = _leaves(params)
+        self._leaves = leaves_of(params)
         self._inputs = [_input_leaf(x) for x in inputs]
         self._params: Mapping[str, Tensor] = {}
         self._spans = [(p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in params.items()]
@@ -189,7 +199,8 @@ class Place:
     offset: int
 
 
-def _leaves(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def leaves_of(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Give the same tensors, each the root of a history of its own."""
     return {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
 
 

@@ -67,8 +67,13 @@ class AdapterEngine(Engine):
         self._poison = poison
         base = None
         if not device.is_host:
-            dtype = options.torch_dtype
-            base = DeviceBase(device, dtype, poison=poison, keeps_host=keeps_base)
+            base = DeviceBase(
+                device,
+                options.torch_dtype,
+                poison=poison,
+                keeps_host=keeps_base,
+                inputs_on_host=options.activation_placement == "host",
+            )
         self.adapted = AdaptedModel.of(self._model, lora, poison=poison, base=base)
         self._residency = None if base is None else Residency(self.adapted, vram_budget_bytes)
 

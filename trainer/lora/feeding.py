@@ -21,11 +21,13 @@ from shardb import ShardView, torch_adaptor
 from trainer.device import Device
 from trainer.device_lanes import Lane, Lanes, Mark, lanes_of
 from trainer.lora import nf4
+from trainer.lora.away import AHEAD
 from trainer.lora.forms import SlotForm
 from trainer.lora.host_base import HostBase
 from trainer.lora.slots import Lease, Slot
 from trainer.lora.small_copies import SmallCopies
 from trainer.lora.stages import AdaptedStage, leased
+from trainer.pipeline.boundaries import OnHost
 from trainer.residency import ShardReader
 
 SLOTS = 2
@@ -54,11 +56,19 @@ class _Coming:
 class DeviceBase:
     """What lasts from pass to pass: slots, stages that stay, and copies in host memory.
 
+    inputs_on_host: stages' inputs wait for their replay there as well.
+
     Raises nothing of its own: memory that is missing is an error of the device's allocator.
     """
 
     def __init__(
-        self, device: Device, dtype: torch.dtype, *, poison: bool = False, keeps_host: bool = True
+        self,
+        device: Device,
+        dtype: torch.dtype,
+        *,
+        poison: bool = False,
+        keeps_host: bool = True,
+        inputs_on_host: bool = False,
     ) -> None:
         self.device = device
         self.dtype = dtype
@@ -66,6 +76,9 @@ class DeviceBase:
         self.lanes: Lanes = lanes_of(device)
         self.host = HostBase(device, self.lanes, dtype, is_kept=keeps_host)
         self.copies = SmallCopies(device, self.lanes)
+        self.boundaries: OnHost | None = None
+        if inputs_on_host:
+            self.boundaries = OnHost(self.lanes, device, slots=AHEAD, poison=poison)
         self.slots: list[Slot] = []
         self.copied_bytes = 0
         self.resident_names: frozenset[str] = frozenset()

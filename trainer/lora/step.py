@@ -22,6 +22,7 @@ from trainer.backward import StageGradients
 from trainer.clipping import clip_scale, total_norm
 from trainer.gradient_pass import GradientPass
 from trainer.gradients import GradientSum, taken
+from trainer.lora.away import AwayTape
 from trainer.lora.model import AdaptedModel
 from trainer.lora.updating import updates_of
 from trainer.lora.visits import Adapters, Visits, brought, open_visits, read_adapters
@@ -58,6 +59,9 @@ class AdapterPass(GradientPass):
         self._at_end = at_end
         self._views = views
         self._adapters: Adapters = brought(model, views)
+        self._away = None if model.base is None else model.base.boundaries
+        if self._away is not None:
+            self._compute = replace(self._compute, new_boundary=list)
 
     def run(self, batches: Sequence[Tokens]) -> Iterator[StageGradients]:
         """Yield each adapter shard's gradients.
@@ -69,6 +73,9 @@ class AdapterPass(GradientPass):
         model, clock = self._adapted, self._compute.clock
         self._compute = self._compute.knowing(documents=[batch.documents for batch in batches])
         tapes = self._forward([batch.ids for batch in batches])
+        if self._away is not None:
+            places = (len(tapes) - 1 - index for index in range(len(model.backward)))
+            self._away.begin_replay([(p, b) for p in places for b in range(len(batches))])
         with self._visits.visit(model.head):
             gradients = self._head({}, tapes, batches).hidden
         found = []
@@ -96,11 +103,19 @@ class AdapterPass(GradientPass):
     def _forward(self, ids: Sequence[Tensor]) -> list[Tape]:
         tapes: list[Tape] = []
         clock = self._compute.clock
-        for stage in self._adapted.trunk:
+        hidden = list(ids)
+        if self._away is not None:
+            self._away.reset()
+        first = len(self._adapted.trunk) - len(self._adapted.backward)
+        for place, stage in enumerate(self._adapted.trunk):
             inputs = tapes[-1].outputs if tapes else ids
             params = self._adapters.get(stage.name, {})
             with self._visits.visit(stage), clock.measure("forward_kernel_seconds"):
-                tapes.append(ReplayTape(stage, self._compute, params, inputs))
+                if self._away is None:
+                    tapes.append(ReplayTape(stage, self._compute, params, inputs))
+                else:
+                    kept = place if place >= first else None
+                    tapes.append(AwayTape(stage, self._compute, params, hidden, self._away, kept))
         return tapes
 
 

@@ -24,6 +24,7 @@ from trainer.device import Device
 from trainer.gradients import GradientSum, taken
 from trainer.head import head_backward
 from trainer.host_walk import SCALARS_BYTES
+from trainer.lora.away import AHEAD, AwayTape
 from trainer.lora.feeding import SLOTS
 from trainer.lora.forms import whole
 from trainer.lora.model import brought_bytes, slot_bytes
@@ -35,6 +36,7 @@ from trainer.model.adapter_settings import LoraSettings
 from trainer.model.handed import handed_bytes
 from trainer.model.micro_batch import drop_keys, stand_ins
 from trainer.model.stages import build_head, build_trunk
+from trainer.pipeline.boundaries import Boundaries
 from trainer.placement import Boundary
 from trainer.step_walk import away_boundary, kind_of
 from trainer.tape import Compute, ReplayTape, Tape
@@ -115,12 +117,14 @@ class _AdapterWalk(ABC):
         self._head = head
         self._dtype = shape.options.torch_dtype
         keys = drop_keys(trunk[0].lora.dropout, seed=0, step=1, count=shape.accumulation)
-        is_away = shape.options.activation_placement != "vram" and not self.is_host
+        placement = shape.options.activation_placement
+        self._spills = placement == "spill" and not self.is_host
+        self._away = _Away() if placement == "host" and not self.is_host else None
         compute = Compute(
             device=Device(META),
             dtype=self._dtype,
             clock=StepClock(),
-            new_boundary=away_boundary if is_away else list,
+            new_boundary=away_boundary if self._spills else list,
         )
         self._compute = replace(compute.knowing(keys), tracks=not self.is_host)
         self._slots: list[Tensor] = []
@@ -132,14 +136,21 @@ class _AdapterWalk(ABC):
             self._compute = self._compute.knowing(documents=stand_ins(ids, on_host=on_host))
         self.begin()
         adapters = self.adapters()
+        first = next(i for i, stage in enumerate(self._trunk) if stage.parameters)
         tapes: list[Tape] = []
-        for stage in self._trunk:
-            inputs = tapes[-1].outputs if tapes else ids
+        hidden = list(ids)
+        for place, stage in enumerate(self._trunk):
             with self._trace.phase(f"forward {kind_of(stage)}"), self._visit(stage):
-                tapes.append(ReplayTape(stage, self._compute, adapters[stage.name], inputs))
+                params = adapters[stage.name]
+                if self._away is None:
+                    inputs = tapes[-1].outputs if tapes else ids
+                    tapes.append(ReplayTape(stage, self._compute, params, inputs))
+                else:
+                    kept = place if place >= first else None
+                    away = AwayTape(stage, self._compute, params, hidden, self._away, kept)
+                    tapes.append(away)
         gradients = self._through_head(tapes, ids)
         held = []
-        first = next(i for i, stage in enumerate(self._trunk) if stage.parameters)
         for stage in reversed(self._trunk[first:]):
             total = GradientSum()
             with self._trace.phase(f"backward {kind_of(stage)}"), self._visit(stage):
@@ -203,6 +214,30 @@ class _AdapterWalk(ABC):
         own.clear()
 
 
+class _Away(Boundaries):
+    """Inputs that are not in the memory that is walked through; its slots are counted before."""
+
+    def __init__(self) -> None:
+        self._forms: dict[tuple[int, int], Tensor] = {}
+
+    def reset(self) -> None:
+        """It is made for one step."""
+
+    def keep(self, stage: int, batch: int, x: Tensor) -> None:
+        """Keep its form."""
+        self._forms[stage, batch] = x.new_empty(()).expand(x.shape)
+
+    def begin_replay(self, order: Sequence[tuple[int, int]]) -> None:
+        """They come in the order in which they are asked for."""
+
+    def take(self, stage: int, batch: int) -> Tensor:
+        """Give a tensor of the same form, whose memory is that of a slot."""
+        return self._forms[stage, batch]
+
+    def done(self) -> None:
+        """There is nothing to give back."""
+
+
 class _HostWalk(_AdapterWalk):
     """Where the host computes: adapters and values of an update are the store's own memory."""
 
@@ -249,6 +284,10 @@ class _DeviceWalk(_AdapterWalk):
         others = [stage for stage in order if not stage.is_block and not stage.is_table]
         self._uses = Counter(stage.shard for stage in others)
         self._others = {s.shard: _memory(brought_bytes(s, self._dtype)) for s in others}
+        if self._away is not None:
+            shape, width = self._shape, self._head.config.hidden_size
+            size = shape.micro_batch_size * shape.seq_len * width * self._dtype.itemsize
+            self._slots += [_memory(size) for _ in range(AHEAD)]
 
     def adapters(self) -> dict[str, dict[str, Tensor]]:
         """See `_AdapterWalk`."""

@@ -41,9 +41,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return store
 
 
-def fed_engine(store: Path, dtype: str = "fp32", **how: bool) -> AdapterEngine:
+def fed_engine(store: Path, **how: bool) -> AdapterEngine:
     """Give an engine whose frozen stages come through slots, as on a device."""
-    engine = adapter_engine(store, settings_of("llama"), dtype=dtype)
+    engine = adapter_engine(store, settings_of("llama"))
     base = DeviceBase(HOST, engine.options.torch_dtype, **how)
     object.__setattr__(engine.adapted, "base", base)
     return engine
@@ -62,12 +62,19 @@ def are_same(mine: Named, theirs: Named) -> bool:
 WAYS = {"streamed": [], "one stays": BLOCKS[1:2], "all stay": BLOCKS}
 
 
-@pytest.mark.parametrize("keeps_host", [True, False], ids=["kept on the host", "read again"])
+HOW = {
+    "kept on the host": {},
+    "read again": {"keeps_host": False},
+    "inputs on the host": {"inputs_on_host": True},
+}
+
+
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("way", WAYS)
-def test_fed_is_plain(way: str, keeps_host: bool, store: Path) -> None:
+def test_fed_is_plain(way: str, how: str, store: Path) -> None:
     plain = adapter_engine(store, settings_of("llama"))
     loss, expected = adapter_gradients(store, plain, ROWS)
-    engine = fed_engine(store, poison=True, keeps_host=keeps_host)
+    engine = fed_engine(store, poison=True, **HOW[how])
     base_of(engine).keep(WAYS[way])
     for _ in range(2):  # what stays is brought in by the first pass, and used by the second
         found_loss, found = adapter_gradients(store, engine, ROWS)
