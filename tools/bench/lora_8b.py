@@ -9,7 +9,7 @@ Arithmetic counted: 6 operations a token and weight of the blocks (forward, agai
 pass, and the gradient of the input), 4 of the head; attention and the look-up are left out.
 
     python -m tools.bench.lora_8b --root /dev/shm --json rows.json
-    python -m tools.bench.lora_8b --root /dev/shm --cases 512:4:4:512,2048:1:8:512,2048:1:8:512:4GiB
+    python -m tools.bench.lora_8b --root /dev/shm --cases 2048:4:4:512:compiled,512:4:8:512:4GiB
     python -m tools.bench.lora_8b --model tiny --device cpu --cases 32:2:2:32 --steps 1
 """
 
@@ -71,7 +71,7 @@ MODELS = {
         intermediate_size=256,
     ),
 }
-CASES = "512:4:4:512,2048:1:4:512,2048:4:4:512"
+CASES = "512:4:8:512:compiled,2048:1:8:512:compiled,2048:4:4:512:compiled,2048:4:4:512"
 IDS_MAX = 32000
 WARM_STEPS = 3
 
@@ -85,17 +85,20 @@ class Case:
     accumulation: int
     chunk: int
     vram_budget: str | None
+    compiled: bool
 
     @classmethod
     def of(cls, text: str) -> Case:
-        """Read `SEQ:ROWS:MICRO-BATCHES:CHUNK[:VRAM-BUDGET]`."""
-        seq_len, rows, accumulation, chunk, *budget = text.split(":")
+        """Read `SEQ:ROWS:MICRO-BATCHES:CHUNK[:VRAM-BUDGET][:compiled]`."""
+        seq_len, rows, accumulation, chunk, *more = text.split(":")
+        budgets = [word for word in more if word != "compiled"]
         return cls(
             seq_len=int(seq_len),
             rows=int(rows),
             accumulation=int(accumulation),
             chunk=int(chunk),
-            vram_budget=budget[0] if budget else None,
+            vram_budget=budgets[0] if budgets else None,
+            compiled="compiled" in more,
         )
 
     @property
@@ -176,7 +179,7 @@ def given_of(arguments: argparse.Namespace, root: Path, index: int, case: Case) 
         "gradient_accumulation_steps": case.accumulation,
         "lm_head_chunk_tokens": case.chunk,
         "activation_placement": arguments.activation_placement,
-        "compile_blocks": arguments.compile_blocks,
+        "compile_blocks": case.compiled,
         "learning_rate": 1e-4,
         "warmup_tokens": 100_000,
         "validate_every": 0,
@@ -209,6 +212,8 @@ def measured(arguments: argparse.Namespace, root: Path, index: int, case: Case) 
             product.step()
             seconds.append(time.perf_counter() - began)
         lines = product.lines[-arguments.steps :]
+        if arguments.profile and not index:
+            arguments.profile.write_text(kernels_of(product))
         lora = product.plan.recipe.lora
         assert lora is not None
         phases = predicted_adapter_phases(shape, lora, is_host=device.is_host)
@@ -236,6 +241,15 @@ def measured(arguments: argparse.Namespace, root: Path, index: int, case: Case) 
     return row | {"ceiling": [before, after], "tokens_per_second": rate, "percent": percent}
 
 
+def kernels_of(product: Product) -> str:
+    """Give the kernels of a step, those that take longest first."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        product.step()
+    found = profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=60)
+    return str(found)
+
+
 def line_of(row: dict[str, Any]) -> str:
     """Give a row for people."""
     case = row["case"]
@@ -261,12 +275,12 @@ def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="fewer blocks than the geometry has")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--root", type=Path, help="where the store is made; a RAM disk")
-    parser.add_argument("--cases", default=CASES, help="SEQ:ROWS:MICRO-BATCHES:CHUNK[:VRAM], …")
+    parser.add_argument("--cases", default=CASES, help="comma-separated, as the cases above")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--targets", default="q_proj,v_proj")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--activation-placement", default="vram")
-    parser.add_argument("--compile-blocks", action="store_true")
+    parser.add_argument("--activation-placement", default="host")
+    parser.add_argument("--profile", type=Path, help="file for the kernels of the first case")
     parser.add_argument("--limit-seconds", type=float, default=160)
     parser.add_argument("--json", type=Path, help="file for the rows")
     found = parser.parse_args(words)

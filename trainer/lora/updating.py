@@ -17,7 +17,7 @@ from shardb import ShardView, torch_adaptor
 from trainer.backward import StageGradients
 from trainer.lora.forms import SlotForm
 from trainer.lora.model import AdaptedModel
-from trainer.lora.small_copies import SmallCopies
+from trainer.lora.small_copies import SmallCopies, copy_small
 from trainer.optimizers.tiles import ShardUpdate
 from trainer.step import ShardTransaction, StepOrder, write_update
 
@@ -122,7 +122,7 @@ class UpdatesAtOnce(Updates):
             for stage, view in views.items():
                 staged = self._txn.stage(f"{kind}/{stage}", like=view)
                 for name, tensor in torch_adaptor.tensors(staged).items():
-                    tensor.copy_(found[f"{kind}/{stage}:{name}"])
+                    copy_small(found[f"{kind}/{stage}:{name}"], tensor)
                 staged.seal()
 
 
