@@ -17,6 +17,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from trainer.meta_kernels import without_compiler
 from trainer.model import layers
 from trainer.model.config import ModelConfig
 from trainer.model.stages import Stage, build_head, build_trunk
@@ -84,7 +85,8 @@ def carried_on(
     # A chunk is never longer than a micro-batch: then both are one walk.
     chunk = min(shape.options.lm_head_chunk_tokens, shape.micro_batch_size * shape.seq_len)
     options = replace(shape.options, lm_head_chunk_tokens=chunk)
-    return dict(walked(replace(shape, options=options, accumulation=batches), blocks))
+    with without_compiler():
+        return dict(walked(replace(shape, options=options, accumulation=batches), blocks))
 
 
 def _line(two: Mapping[str, int], three: Mapping[str, int], more: int) -> dict[str, int]:
