@@ -32,6 +32,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from trainer.device import Device
+
 SEED = 7
 # Losses of two programs that sum in another order differ by their rounding.
 LOSS_GAP_MAX = {"fp32": 2e-5, "bf16": 2e-2}
@@ -128,7 +130,7 @@ def random_package(out: Path, geometry: Sequence[int], dtype: str) -> Path:
     config.save_pretrained(out)
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
-    place = "cuda" if torch.cuda.is_available() else "cpu"
+    place = Device.from_name("auto").torch_device
     torch.manual_seed(SEED)
     form = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     tensors = {

@@ -15,6 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -201,14 +202,21 @@ def _memory(plan: dict[str, Any]) -> dict[str, int]:
     sizes = {line.split(":")[0]: int(line.split()[1]) << 10 for line in lines if "kB" in line}
     # The most at once of all pages, and what of the present ones is no file's.
     found = {"peak_bytes": sizes["VmHWM"], "own_bytes": sizes["RssAnon"]}
-    if plan["device"] != "cpu":
-        found["device_bytes"] = torch.cuda.max_memory_allocated()
-    return found
+    device_bytes = _device(plan).peak_bytes()
+    return found if device_bytes is None else found | {"device_bytes": device_bytes}
 
 
 def _wait(plan: dict[str, Any]) -> None:
-    if plan["device"] != "cpu":
-        torch.cuda.synchronize()
+    _device(plan).wait()
+
+
+@cache
+def _device_named(name: str) -> Device:
+    return Device.from_name(name)
+
+
+def _device(plan: dict[str, Any]) -> Device:
+    return _device_named(plan["device"])
 
 
 def _answer(values: dict[str, Any]) -> None:
