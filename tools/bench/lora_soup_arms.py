@@ -202,8 +202,8 @@ def _memory(plan: dict[str, Any]) -> dict[str, int]:
     sizes = {line.split(":")[0]: int(line.split()[1]) << 10 for line in lines if "kB" in line}
     # The most at once of all pages, and what of the present ones is no file's.
     found = {"peak_bytes": sizes["VmHWM"], "own_bytes": sizes["RssAnon"]}
-    device_bytes = _device(plan).peak_bytes()
-    return found if device_bytes is None else found | {"device_bytes": device_bytes}
+    device = _device(plan)
+    return found if device.is_host else found | {"device_bytes": device.peak_bytes()}
 
 
 def _wait(plan: dict[str, Any]) -> None:
