@@ -94,8 +94,11 @@ class AdaptedStage(Stage):
         else:
             products = []
         linears = AdaptedLinears(self._adapters(batch, weights, params), products)
+        # A resident model multiplies [B, T, D]; for [N, D] a device may choose other kernels.
+        rows = x[None] if x.dim() == 2 and x.is_floating_point() else x
         with linears:
-            output = self.inner.forward_of(batch, weights, x)
+            output = self.inner.forward_of(batch, weights, rows)
+        output = output[0] if rows is not x else output
         assert linears.unused == 0, f"{self.name}: an adapter was passed by"
         return output
 
