@@ -251,7 +251,8 @@ def _memory(recipe: Recipe, settings: Settings, activations: str) -> dict[str, i
     if recipe.device == "cpu":
         return parts | step_memory(step_shape(recipe, settings, activations), settings)
     gradients = [build(stage.specs).size_bytes for stage in build_stages(recipe.model)]
-    waiting = sum(gradients) if recipe.grad_clip_mode == "global" else max(gradients)
+    waits = recipe.grad_clip_mode == "global" or recipe.optimizer_device in ("cpu", "split")
+    waiting = sum(gradients) if waits else max(gradients)
     return parts | {"gradients": waiting}
 
 

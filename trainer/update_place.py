@@ -1,8 +1,8 @@
 """What `--optimizer-device` means for a run: one place for all updates, or a list of stages.
 
-Owns when speeds are measured for it, and what is refused. Knows nothing of how updates run.
-Invariants: a run that goes on keeps the stages it began with, unless another place is asked for;
-`auto` never changes a run that has begun.
+Owns when speeds are measured for it. Knows nothing of how updates run. Invariants: a run that goes
+on keeps the stages it began with, unless another place is asked for; `auto` never changes a run
+that has begun, and leaves the device pipeline its updates.
 """
 
 from __future__ import annotations
@@ -13,9 +13,14 @@ from dataclasses import replace
 import torch
 
 from trainer.device import Device
-from trainer.errors import InputError
+from trainer.link_rates import link_rates
 from trainer.model.stages import build_head, build_trunk
-from trainer.optimizers.placement import UpdateRates, chosen_place, host_stages
+from trainer.optimizers.placement import (
+    UpdateRates,
+    chosen_place,
+    host_share_beside_link,
+    host_stages,
+)
 from trainer.options import EngineOptions
 from trainer.pass_rates import update_rate
 from trainer.pipeline.choosing import pipeline_way
@@ -37,20 +42,17 @@ def updates_placed(
     if wanted in ("gpu", "cpu"):
         recipe = replace(recipe, optimizer_host_stages=())
     device = Device.from_name(recipe.device)
-    if _through_pipeline(recipe, settings, device) and wanted != "gpu":
-        if wanted == "auto":
-            return replace(recipe, optimizer_device="gpu"), []
-        raise InputError(
-            f"--optimizer-device {wanted}: the device pipeline updates on the device: leave it out,"
-            " or give --device-pipeline off too, which is slower for what the pipeline can do"
-        )
-    if wanted == "auto" and (device.is_host or recipe.lora is not None):
+    pipelined = _through_pipeline(recipe, settings, device)
+    if wanted == "auto" and (pipelined or device.is_host or recipe.lora is not None):
         return replace(recipe, optimizer_device="gpu"), []
     if wanted in ("gpu", "cpu"):
         return recipe, []
     rates = _measured(recipe, device, note)
     place = chosen_place(rates) if wanted == "auto" else wanted
-    stages = host_stages(_order(recipe), rates.host_share) if place == "split" else ()
+    share = rates.host_share
+    if pipelined and (link := link_rates(device)) is not None:
+        share = host_share_beside_link(rates.host, link.both)
+    stages = host_stages(_order(recipe), share) if place == "split" else ()
     chosen = replace(recipe, optimizer_device=place, optimizer_host_stages=stages)
     where = f"; on the processor: {', '.join(stages)}" if stages else ""
     said = (

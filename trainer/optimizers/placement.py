@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 # A split has to be worth its second copy of code and caches.
 WORTH = 1.05
+# Beside copies and digests, which use the same memory, a processor updates so much slower.
+CONTENDED = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +35,15 @@ def chosen_place(rates: UpdateRates) -> str:
     """Give `gpu`, `cpu` or `split`: the fastest, a split only where it gains."""
     alone = "cpu" if rates.host > rates.device else "gpu"
     return "split" if rates.host + rates.device > WORTH * max(rates.host, rates.device) else alone
+
+
+def host_share_beside_link(host: float, link_bytes: float) -> float:
+    """Give the part of the parameters with which the processor and the link end together.
+
+    host: parameters a second; link_bytes: a second, each way. What is updated on the device costs
+    16 bytes in (parameters for both passes, both moments), what is not 8 of them.
+    """
+    return min(1.0, (16 / link_bytes) / (CONTENDED / host + 8 / link_bytes))
 
 
 def host_stages(order: Sequence[tuple[str, int]], host_share: float) -> tuple[str, ...]:

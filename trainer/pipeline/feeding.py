@@ -8,7 +8,7 @@ Invariant: a shard is read before the step stages its next version.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from shardb import ShardView
 from trainer.device_lanes import Lane, Lanes, Mark
 from trainer.pipeline.peering import Peer
 from trainer.pipeline.residents import Resident, address_of
+from trainer.pipeline.sealing import HostMark
 from trainer.pipeline.shapes import StageShape, Tile
 from trainer.pipeline.slots import Ring, Slot
 from trainer.pipeline.staging import HostImages
@@ -33,7 +34,7 @@ class StagedImage:
 
     elements: Tensor
     address: int
-    written: Mark | None
+    written: Mark | HostMark | None
 
 
 class BaseImages:
@@ -80,6 +81,9 @@ class BaseImages:
     def written(self, shard: str) -> Mark | None:
         """Give the mark behind which a shard may be read; None for one that is committed."""
         staged = self._staged.get(shard)
+        if staged is not None and isinstance(staged.written, HostMark):
+            staged.written.arrive()
+            return None
         return None if staged is None else staged.written
 
     def address(self, shard: str) -> int:
@@ -182,9 +186,16 @@ class Parameters:
         self._ring.give_back(brought.slot, lane, brought.read)
         self._fetch()
 
-    def give_back_updated(self, brought: Brought) -> None:
-        """Say that OUT is the last to use a stage, unless the next step begins with it."""
+    def give_back_updated(self, brought: Brought, *, here: bool = True) -> None:
+        """Say that OUT is the last to use a stage, unless the next step begins with it.
+
+        here: whether the slot holds what the update made.
+        """
         if brought.slot is None:
+            return
+        if not here:
+            self._ring.give_back(brought.slot, Lane.OUT)
+            self._fetch()
             return
         # One slot has to be free for what comes behind them.
         if not self._coming and len(self._ahead) + len(self._here) < len(self._ring) - 1:
@@ -231,21 +242,24 @@ def _that_stay(order: Sequence[str], slots: int) -> set[str]:
 
 
 class StateTiles:
-    """Feeds the state of the stages of `order`, tile by tile, as far ahead as there are slots."""
+    """Feeds the state of the stages of `order`, tile by tile, as far ahead as there are slots.
+
+    stay: stages whose state does not come, because it is there or is not wanted there.
+    """
 
     def __init__(
         self,
         lanes: Lanes,
         base: BaseImages,
         ring: Ring,
-        residents: dict[str, Resident],
+        stay: Collection[str],
         order: Sequence[tuple[str, StageShape]],
     ) -> None:
         self._lanes = lanes
         self._base = base
         self._ring = ring
         self._coming = deque(
-            (name, tile) for name, shape in order if name not in residents for tile in shape.tiles
+            (name, tile) for name, shape in order if name not in stay for tile in shape.tiles
         )
         self._ahead: deque[tuple[Tile, Slot, Mark | None]] = deque()
 

@@ -20,6 +20,7 @@ from trainer.pipeline.boundaries import Boundaries, new_boundaries
 from trainer.pipeline.footprint import PipelineSizes, resident_bytes, small_stages, spending
 from trainer.pipeline.gradients import GradientBank
 from trainer.pipeline.graphs import Passes
+from trainer.pipeline.host_side import HostSide
 from trainer.pipeline.measuring import Measures
 from trainer.pipeline.peering import Peer, second_device
 from trainer.pipeline.residents import Resident, new_resident
@@ -69,6 +70,7 @@ class Pipeline:
         self.sealer = Sealer(self.lanes, in_background=not model.device.is_host)
         self.shapes = stage_shapes(model, sizes)
         self.peer = Peer(self.lanes, self.shapes, second) if second is not None else None
+        self.host_side = HostSide(self.lanes, model, self.sealer, self.shapes)
         self.residents: dict[str, Resident] = {}
         self.keep_resident(small_stages(self.shapes))
         self.passes = Passes(self.lanes)
@@ -202,6 +204,8 @@ class Pipeline:
     def keep_resident(self, names: Sequence[str]) -> None:
         """Let these stages stay on the device."""
         for name in names:
+            if name in self.host_side:
+                continue
             shape = self.shapes[name]
             self.residents[name] = new_resident(shape, self.model.device.torch_device)
 
@@ -229,7 +233,6 @@ def is_supported(options: EngineOptions) -> bool:
     """Say whether the pipeline can do these steps; the others take the plain way."""
     return (
         options.optimizer == "adamw"
-        and options.optimizer_device == "gpu"
         and options.optimizer_state_dtype == "fp32"
         and options.master_weight_dtype == "fp32"
         and options.dtype in ("bf16", "fp32")

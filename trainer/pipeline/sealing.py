@@ -8,11 +8,23 @@ first error of a seal is raised by `drain`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from shardb.views import StagedShard
 from trainer.device_lanes import Lane, Lanes, Mark
+
+
+class HostMark:
+    """The end of work in a thread of the host; its error is raised where it is waited for."""
+
+    def __init__(self, done: Future[None] | None) -> None:
+        self._done = done
+
+    def arrive(self) -> None:
+        """Return when it is done."""
+        if self._done is not None:
+            self._done.result()
 
 
 class Sealer:
@@ -25,6 +37,7 @@ class Sealer:
             if in_background
             else {}
         )
+        self._updates: ThreadPoolExecutor | None = None
         self._pending: deque[Future[None]] = deque()
 
     def seal(self, lane: Lane, shards: Sequence[StagedShard]) -> None:
@@ -45,6 +58,17 @@ class Sealer:
         else:
             self._pending.append(executor.submit(self._fill, arrived, sizes))
 
+    def run(self, work: Callable[[], None]) -> HostMark:
+        """Do some work, which seals its shards itself, in a thread of its own."""
+        if not self._executors:
+            work()
+            return HostMark(None)
+        if self._updates is None:
+            self._updates = ThreadPoolExecutor(1, "updates")
+        future = self._updates.submit(work)
+        self._pending.append(future)
+        return HostMark(future)
+
     def drain(self) -> None:
         """Return when everything is sealed."""
         while self._pending:
@@ -59,8 +83,9 @@ class Sealer:
 
     def close(self) -> None:
         """End the threads."""
-        for executor in self._executors.values():
-            executor.shutdown(wait=True)
+        for executor in (*self._executors.values(), self._updates):
+            if executor is not None:
+                executor.shutdown(wait=True)
 
     def _seal(self, arrived: Mark | None, shards: Sequence[StagedShard]) -> None:
         self._lanes.arrive(arrived)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from trainer.clipping import total_norm
-from trainer.device_lanes import Lane
+from trainer.device_lanes import Lane, Mark
 from trainer.gradients import PlacedSum
 from trainer.pipeline.feeding import BaseImages, Brought, Parameters, StateTiles
 from trainer.pipeline.gradients import GradientBank
@@ -213,11 +213,12 @@ class PipelineStep:
     def _open_updates(self, txn: ShardTransaction) -> Updates:
         pipeline = self._pipeline
         order = [(name, pipeline.shapes[name]) for name in self._backward]
+        stay = {*self._residents, *pipeline.host_side}
         return Updates(
             lanes=self._lanes,
             base=self._base,
             images=pipeline.images,
-            tiles=StateTiles(self._lanes, self._base, pipeline.tiles, self._residents, order),
+            tiles=StateTiles(self._lanes, self._base, pipeline.tiles, stay, order),
             writes=new_writes(
                 self._lanes,
                 pipeline.sealer,
@@ -229,6 +230,7 @@ class PipelineStep:
             txn=txn,
             shapes=pipeline.shapes,
             residents=self._residents,
+            host_side=pipeline.host_side,
             apply=self._apply,
             step=self.step,
         )
@@ -331,13 +333,13 @@ class PipelineStep:
         elif self._mode == "shard":
             slot.buffer[: shape.count].mul_(self._measures.scale_of(name, total_norm([norms])))
         self._updates.update(brought, slot.buffer, self._lanes.mark(Lane.COMPUTE))
-        self._params.give_back_updated(brought)
-        pipeline.gradients.give_back(slot, self._after(Lane.UPDATE))
+        self._params.give_back_updated(brought, here=name not in pipeline.host_side)
+        pipeline.gradients.give_back(slot, Lane.UPDATE, self._copied_out(name, bank))
 
-    def _after(self, lane: Lane) -> Lane:
-        """Give the lane that is last to use a gradient slot: the bank's copy out may be later."""
-        bank = self._pipeline.bank if self._mode == "global" else None
-        return Lane.OUT if bank is not None and bank.lane is Lane.OUT else lane
+    def _copied_out(self, name: str, bank: GradientBank | None) -> Mark | None:
+        """Give the mark behind which a gradient slot's copy to the host, if there is one, is."""
+        copied = name in self._pipeline.host_side or (bank and bank.lane is Lane.OUT)
+        return self._lanes.mark(Lane.OUT) if copied else None
 
     def _update_from_bank(self, bank: GradientBank) -> None:
         """Update every stage from the base with gradients that are known and scaled."""
@@ -353,7 +355,7 @@ class PipelineStep:
                 slot.buffer[: shape.count].mul_(scale)
             self._updates.update(brought, slot.buffer, None)
             self._params.give_back(brought, Lane.OUT)
-            pipeline.gradients.give_back(slot, Lane.UPDATE)
+            pipeline.gradients.give_back(slot, Lane.UPDATE, self._copied_out(name, None))
         self._updates.writes.flush()
 
     def _drop(self, txn: ShardTransaction) -> None:
@@ -367,13 +369,13 @@ class PipelineStep:
             if f"params/{name}" in self._updates.writes.staged:
                 resident.step = None
 
-    def _apply(self, tile: TileTensors) -> None:
+    def _apply(self, tile: TileTensors, step: Tensor | None) -> None:
         self._pipeline.rule.apply(
             tile.params,
             tile.gradients,
             tile.states,
             decayed=tile.decayed,
-            step=self._pipeline.step_number,
+            step=self._pipeline.step_number if step is None else step,
             learning_rate=self._order.learning_rate,
         )
 

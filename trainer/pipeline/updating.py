@@ -11,13 +11,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from shardb import ShardView, TensorSpec
 from shardb.views import StagedShard
 from trainer.device_lanes import Lane, Lanes, Mark
-from trainer.pipeline.feeding import BaseImages, Brought, StateTiles
-from trainer.pipeline.residents import Resident
+from trainer.pipeline.feeding import BaseImages, Brought, StagedImage, StateTiles
+from trainer.pipeline.host_side import HostSide
+from trainer.pipeline.residents import Resident, address_of
 from trainer.pipeline.shapes import ImageShape, Piece, StageShape, Tile
 from trainer.pipeline.staging import HostImages
 from trainer.pipeline.writing import Target, Writes
@@ -43,7 +45,11 @@ class TileTensors:
 
 @dataclass(kw_only=True)
 class Updates:
-    """Updates the stages of one step. `apply` is the rule with the step's numbers."""
+    """Updates the stages of one step.
+
+    `apply` is the rule with the step's numbers; the step itself is given where it is not on the
+    device.
+    """
 
     lanes: Lanes
     base: BaseImages
@@ -53,7 +59,8 @@ class Updates:
     txn: Stager
     shapes: Mapping[str, StageShape]
     residents: Mapping[str, Resident]
-    apply: Callable[[TileTensors], None]
+    host_side: HostSide
+    apply: Callable[[TileTensors, Tensor | None], None]
     step: int
 
     def update(self, brought: Brought, gradients: Tensor, ready: Mark | None) -> None:
@@ -64,6 +71,9 @@ class Updates:
             self._stage(f"params/{name}", shape.params),
             self._stage(f"optim/{name}", shape.state),
         )
+        if name in self.host_side:
+            self._give_to_host(name, gradients, ready, targets)
+            return
         self.lanes.wait(Lane.UPDATE, ready)
         for tile in shape.tiles:
             if resident is not None:
@@ -77,6 +87,26 @@ class Updates:
             self.writes.whole(name, resident, targets)
             resident.holds_staged(self.step, *(target.staged for target in targets))
 
+    def _give_to_host(
+        self, name: str, gradients: Tensor, ready: Mark | None, targets: tuple[Target, Target]
+    ) -> None:
+        """Let the processor update a stage in its staged images."""
+        shape, here = self.shapes[name], self.host_side.gradients(name)
+        params, state = (target.elements for target in targets)
+        step = torch.tensor(float(self.step), device=params.device)
+
+        def update() -> None:
+            for tile in shape.tiles:
+                self.apply(_tensors(shape, tile, params, here, state, whole=True), step)
+
+        ready = ready or self.lanes.mark(Lane.UPDATE)
+        base = self.base.elements(f"params/{name}"), self.base.elements(f"optim/{name}")
+        done = self.host_side.update(name, gradients, ready, base, targets, update)
+        for target in targets:
+            self.writes.staged[target.staged.name] = StagedImage(
+                elements=target.elements, address=address_of(target.staged), written=done
+            )
+
     def _apply(
         self,
         tile: Tile,
@@ -87,7 +117,8 @@ class Updates:
     ) -> None:
         shape = self.shapes[brought.name]
         with self.lanes.on(Lane.UPDATE, f"update {brought.name}"):
-            self.apply(_tensors(shape, tile, brought.buffer, gradients, state, resident))
+            whole = resident is not None
+            self.apply(_tensors(shape, tile, brought.buffer, gradients, state, whole=whole), None)
 
     def _stage(self, shard: str, shape: ImageShape) -> Target:
         staged = self.txn.stage(shard, like=self.base.view(shard))
@@ -101,12 +132,15 @@ def _tensors(
     params: Tensor,
     gradients: Tensor,
     state: Tensor,
-    resident: Resident | None,
+    *,
+    whole: bool,
 ) -> TileTensors:
+    """Cut a tile's tensors; whole: the buffer of the state holds all of the image."""
+
     def cut(buffer: Tensor, start: int, piece: Piece) -> Tensor:
         return buffer[start : start + piece.count]
 
-    places = [p.image_states if resident else p.states for p in tile.pieces]
+    places = [p.image_states if whole else p.states for p in tile.pieces]
     return TileTensors(
         params=[cut(params, p.params, p) for p in tile.pieces],
         gradients=[cut(gradients, p.gradient, p) for p in tile.pieces],

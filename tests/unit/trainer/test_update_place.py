@@ -15,7 +15,12 @@ from trainer import update_place
 from trainer.engine import EngineOptions
 from trainer.errors import InputError
 from trainer.host_walk import predicted_host_bytes
-from trainer.optimizers.placement import UpdateRates, chosen_place, host_stages
+from trainer.optimizers.placement import (
+    UpdateRates,
+    chosen_place,
+    host_share_beside_link,
+    host_stages,
+)
 from trainer.recipe import Recipe, Settings
 from trainer.run_shards import read_recipe
 from trainer.update_place import updates_placed
@@ -68,13 +73,20 @@ def test_a_run_that_goes_on_keeps_its_stages(monkeypatch: pytest.MonkeyPatch) ->
     assert (other.optimizer_device, other.optimizer_host_stages) == ("cpu", ())
 
 
-def test_what_the_pipeline_cannot_do_is_refused() -> None:
+def test_the_pipeline_keeps_its_updates_unless_asked() -> None:
     piped = replace(SETTINGS, device_pipeline="on", activations="recompute")
-    for place in ("cpu", "split"):
-        with pytest.raises(InputError, match="--device-pipeline off"):
-            updates_placed(replace(RECIPE, optimizer_device=place), piped, None, print)
-    asked = replace(RECIPE, optimizer_device="auto")
-    assert updates_placed(asked, piped, None, print)[0].optimizer_device == "gpu"
+    for wanted, place in (("auto", "gpu"), ("cpu", "cpu"), ("split", "split")):
+        asked = replace(RECIPE, optimizer_device=wanted)
+        found = updates_placed(asked, piped, None, lambda _: None)[0]
+        assert found.optimizer_device == place
+        assert bool(found.optimizer_host_stages) is (place == "split")
+
+
+def test_a_split_beside_a_link_follows_its_speed() -> None:
+    """As fast a processor as 50 GB/s feed: 16 bytes a parameter against 8 and an update."""
+    assert host_share_beside_link(4e9, 50e9) == pytest.approx(0.32 / (0.5 + 0.16))
+    assert host_share_beside_link(4e9, 500e9) < 0.1
+    assert host_share_beside_link(4e9, 1e9) == 1.0
 
 
 def test_recipes_from_before_keep_their_bytes() -> None:
