@@ -58,7 +58,7 @@ class AdapterEngine(Engine):
         keeps_base: bool = True,
         vram_budget_bytes: int | None = None,
     ) -> None:
-        check_options(options)
+        check_options(options, lora)
         if lora.base_quant == "nf4":
             nf4.library()
         super().__init__(config, options, device, spill_folder=spill_folder)
@@ -163,8 +163,11 @@ class AdapterEngine(Engine):
         return AdaptedEvaluator(self.adapted).logits(reader, ids, last_only=last_only)
 
 
-def check_options(options: EngineOptions) -> None:
-    """Refuse what is made for shards of whole weights."""
+def check_options(options: EngineOptions, lora: LoraSettings) -> None:
+    """Refuse what is made for shards of whole weights, and what compiled blocks do not know."""
+    if options.compile_blocks and (lora.dropout or options.records_apart):
+        what = "--lora-dropout" if lora.dropout else "records that are kept apart"
+        raise InputError(f"--compile-blocks: compiled blocks know no {what}: leave it out")
     if options.master_weight_dtype != "fp32":
         raise InputError("--master-weight-dtype: adapters are kept in fp32: leave it out")
     if options.global_optimizer_every:

@@ -182,3 +182,15 @@ def test_settings_that_mean_nothing_are_refused(
         adapter_engine(store, settings_of("llama", **changes))
     found = adapter_engine(store, settings_of("llama", targets=(ALL_LINEAR,)))
     assert len(found.adapted.owners[0].parameters) == 14
+
+
+@pytest.mark.parametrize(
+    ("lora", "options", "words"),
+    [({"dropout": 0.1}, {}, "--lora-dropout"), ({}, {"records_apart": True}, "kept apart")],
+)
+def test_compiled_blocks_are_refused_with_what_they_do_not_know(
+    lora: dict[str, Any], options: dict[str, Any], words: str, store: Path
+) -> None:
+    with pytest.raises(InputError, match=f"--compile-blocks.*{words}"):
+        adapter_engine(store, settings_of("llama", **lora), compile_blocks=True, **options)
+    assert adapter_engine(store, settings_of("llama"), compile_blocks=True).options.compile_blocks
