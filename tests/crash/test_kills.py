@@ -12,13 +12,14 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import shardb
 from shardb import branching
-from tests.support.forked import Child
+from tests.support.nursery import SmallChild
 from tests.support.stores import MEDIA, last_segment
 from tools import crash_devices
 from tools.crash_devices import SkippedError, cut_power, full_disks, make_loop_file, mounted
@@ -65,7 +66,7 @@ def test_is_nothing_lost_when_everybody_is_killed(writer: str, medium: str, worl
 
 def stopped_after(world: World, steps: int) -> None:
     """Train so many steps, and end."""
-    child = Child(lambda tell: train(world.root, world.medium, tell, steps_max=steps))
+    child = SmallChild(partial(train, world.root, world.medium, steps_max=steps))
     world.told = max(child.finish())
 
 

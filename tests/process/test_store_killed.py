@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import random
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import shardb
 from shardb.errors import CorruptionError
-from tests.support.forked import Child, Tell
+from tests.support.forked import Tell
+from tests.support.nursery import SmallChild
 from tests.support.stores import (
     MEDIA,
     Medium,
@@ -72,7 +74,7 @@ def test_does_a_store_survive_being_killed_at_any_moment(tmp_path: Path, medium:
     root, told, steps = tmp_path / "run", [0], []
     # On a busy machine many a child dies before its first step: those kills count for little.
     while len(steps) < KILLS or (steps[-1] <= KILLS / 2 and len(steps) < KILLS_MAX):
-        child = Child(lambda tell: write_steps(root, medium, tell))
+        child = SmallChild(partial(write_steps, root, medium))
         if source.random() < 0.8:
             assert child.first() == steps[-1] if steps else True
         told += child.kill_after(source.random() * DELAY_SECONDS_MAX)
@@ -108,13 +110,13 @@ def test_does_a_killed_opening_change_nothing(tmp_path: Path) -> None:
     for number in range(KILLS):
         if number % 3 == 0:
             shutil.rmtree(root / "index", ignore_errors=True)
-        child = Child(lambda tell: tell(open_only(root)))
+        child = SmallChild(partial(open_only, root))
         child.kill_after(source.random() * 0.02)
     with shardb.open(root, create=True) as store:
         assert store.branches() == {}
         commit_step(store, 1)
 
 
-def open_only(root: Path) -> int:
+def open_only(root: Path, tell: Tell) -> None:
     with shardb.open(root, create=True) as store:
-        return len(store.branches())
+        tell(len(store.branches()))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import shardb
-from tests.support.forked import Child, Tell
+from tests.support.forked import Tell
+from tests.support.nursery import SmallChild
 from tests.support.store_workers import hold_lease, read_heads, started
 from tests.support.stores import MEDIA, Medium, commit_step, values_of
 
@@ -61,7 +63,7 @@ def test_do_readers_killed_at_random_disturb_nobody(root: Path, medium: str) -> 
     step = 1
     for _ in range(4):
         leased = step
-        readers = [Child(lambda tell: read_one(root, medium, tell)) for _ in range(3)]
+        readers = [SmallChild(partial(read_one, root, medium)) for _ in range(3)]
         assert {reader.first() for reader in readers} == {leased}
         with shardb.open(root, files=Medium(medium)) as store:
             for reader in readers:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import re
 import socket
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import shardb
 from shardb.errors import BranchLockedError
-from tests.support.forked import Child, Tell
+from tests.support.forked import Tell
+from tests.support.nursery import SmallChild
 from tests.support.store_workers import hold_writer, started
 from tests.support.stores import answers_at, commit_step, values_of
 
@@ -47,9 +49,7 @@ def write_branch(root: Path, branch: str, tell: Tell) -> None:
 def test_do_writers_of_several_branches_lose_nothing(root: Path) -> None:
     """They also make the store at the same moment, and share its log, index and spare files."""
     branches = ["main", "side", "side.b"]
-    writers = [
-        Child(lambda tell, branch=branch: write_branch(root, branch, tell)) for branch in branches
-    ]
+    writers = [SmallChild(partial(write_branch, root, branch)) for branch in branches]
     for writer in writers:
         assert writer.finish() == list(range(1, STEPS + 1))
     with shardb.open(root) as store:

@@ -27,7 +27,7 @@ class Child:
         self.pid = os.fork()
         if self.pid == 0:
             os.close(self._reading)
-            _run(work, writing)
+            run_and_end(work, writing)
         os.close(writing)
         self._told = b""
 
@@ -65,7 +65,8 @@ class Child:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-def _run(work: Callable[[Tell], None], writing: int) -> NoReturn:
+def run_and_end(work: Callable[[Tell], None], writing: int) -> NoReturn:
+    """Be the child: do the work and end without unwinding anything."""
     code = 1
     try:
         work(lambda number: _write(writing, number))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from shardb.filesystem import FileStatus, RealFileSystem
 from shardb.index import Index, applied_position, put_applied_position
 from shardb.log import START, Position
 from shardb.state import TABLES
+from tests.support.forked import Tell
+from tests.support.nursery import SmallChild
 from tests.support.stores import InterposedFiles
 
 
@@ -225,14 +228,14 @@ def test_do_readers_get_a_kind_too(index: Index) -> None:
             use(fail)
 
 
+def die_reading(directory: str, _tell: Tell) -> None:
+    Index(RealFileSystem(), directory).read(lambda _: os._exit(0))
+
+
 def test_are_slots_of_dead_readers_given_back(directory: str) -> None:
     """Every killed reader leaves a slot; opening clears them, or the 512th reader is refused."""
     for _ in range(20):
-        child = os.fork()
-        if child == 0:
-            reader = Index(RealFileSystem(), directory)
-            reader.read(lambda _: os._exit(0))
-        os.waitpid(child, 0)
+        SmallChild(partial(die_reading, directory)).finish()
     index = Index(RealFileSystem(), directory)
     assert get(index, "key") is None
     assert index._environment.reader_check() == 0
