@@ -30,6 +30,11 @@ from trainer.model.dropout import dropped
 from trainer.model.micro_batch import MicroBatch, drop_keys
 
 RATE = 0.25
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+CASES = [
+    *((name, "cpu") for name in ("llama", "phi3")),
+    *(pytest.param((name, "cuda"), marks=CUDA) for name in ("llama", "phi3")),
+]
 BATCHES = [rows_of(2), rows_of(3)]
 KEYS = drop_keys(RATE, seed=5, step=9, count=len(BATCHES))
 
@@ -56,15 +61,16 @@ class Dropping:
         return forward
 
 
-@pytest.fixture(scope="module", params=["llama", "phi3"])
+@pytest.fixture(scope="module", params=CASES, ids=str)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    lora = settings_of(request.param, dropout=RATE)
-    package, store = imported_store(tmp_path_factory.mktemp("case"), request.param)
-    engine = adapter_engine(store, lora, poison=True)
+    model_type, device = request.param
+    lora = settings_of(model_type, dropout=RATE)
+    package, store = imported_store(tmp_path_factory.mktemp("case"), model_type)
+    engine = adapter_engine(store, lora, poison=True, device=device)
     planted = plant_adapters(store, engine)
     model = resident(package)
     assert with_adapters(model, planted, lora.scale) == len(planted) > 0
-    return store, engine, model
+    return store, engine, model.to(device)
 
 
 def resident_of(model: Any, keys: list[str | None]) -> tuple[float, Named]:
@@ -72,7 +78,9 @@ def resident_of(model: Any, keys: list[str | None]) -> tuple[float, Named]:
     count, total = sum(rows[:, 1:].size for rows in BATCHES), 0.0
     for rows, key in zip(BATCHES, keys, strict=True):
         dropping.key = key
-        ids, labels = (torch.from_numpy(part.copy()) for part in (rows[:, :-1], rows[:, 1:]))
+        place = next(model.parameters()).device
+        parts = (rows[:, :-1], rows[:, 1:])
+        ids, labels = (torch.from_numpy(part.copy()).to(place) for part in parts)
         loss = F.cross_entropy(model(ids).logits.flatten(0, 1), labels.flatten(), reduction="sum")
         (loss / count).backward()
         total += float(loss.detach())

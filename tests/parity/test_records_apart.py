@@ -38,6 +38,11 @@ LENGTHS = (9, 17, 6)
 WIDTH = sum(LENGTHS) + 5
 CLOSE = 3e-6
 PAD = 3
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+CASES = [
+    *((name, "cpu") for name in FAMILY_NAMES),
+    *(pytest.param(name, "cuda", marks=CUDA) for name in ("llama", "qwen3", "phi3", "gemma2")),
+]
 # Less well than without records; layers of transformers less well in any case.
 OVER_MAX = {"llama": 1.05, "phi3": 1.15}
 
@@ -64,12 +69,12 @@ def alone(seed: int) -> np.ndarray:
     return np.stack(rows).astype(np.int64)
 
 
-@pytest.mark.parametrize("model_type", FAMILY_NAMES)
+@pytest.mark.parametrize(("model_type", "device"), CASES)
 def test_packed_records_have_the_loss_and_gradients_of_records_alone(
-    model_type: str, tmp_path: Path
+    model_type: str, device: str, tmp_path: Path
 ) -> None:
     _, store = imported_store(tmp_path, model_type)
-    engine = adapter_engine(store, settings_of(model_type))
+    engine = adapter_engine(store, settings_of(model_type), device=device)
     plant_adapters(store, engine)
     check_keeps_apart(engine.config)
     seeds = (1, 2)  # two micro-batches, whose records begin at the same places
