@@ -5,7 +5,8 @@ RAM disk, one commit a step), once for each memory setting; resident training wi
 checkpointed; the same without the cost of asking for single kernels (`recorded`); and without
 checkpoints. Ratios are taken within a round. Memory is what an arm held at most in its first steps,
 above what was held before it was made, what its recordings use inside included. With --check, the
-run's weights are compared with the resident ones, bit for bit, after the same steps.
+run's weights are compared with the resident ones, bit for bit, after the same steps. With --also
+the same run goes on with other settings, timed in turn with the same resident arms.
 `tools.bench.gpu_campaign` makes every published row.
 
     python -m tools.bench.gpu_throughput --data rows/ --model A --vram-budget off,2GiB --json a.json
@@ -14,12 +15,14 @@ run's weights are compared with the resident ones, bit for bit, after the same s
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import shlex
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +39,7 @@ from trainer.ceiling import step_flops
 from trainer.device import Device
 from trainer.errors import InputError
 from trainer.plan import Plan
-from trainer.sizes import in_bytes
+from trainer.sizes import in_bytes, size_of
 from trainer.step_memory import DeviceNeed, device_need
 
 WARM_STEPS = 7
@@ -81,18 +84,26 @@ def resident_arm(name: str, plan: Plan) -> Arm:
 
 
 class Comparison:
-    """The arms of one call, made one after the other, then timed in turn."""
+    """The arms of one call, made one after the other, then timed in turn.
+
+    stack: of what ends with the call; a run that goes on with other settings ends before.
+    """
 
     def __init__(self, arguments: argparse.Namespace, stack: ExitStack) -> None:
         self._arguments = arguments
         self._stack = stack
+        self._runs = stack.enter_context(ExitStack())
+        self._folders: list[Path] = []
         self._arms: dict[str, Arm] = {}
         self._memory: dict[str, int] = {}
         self._products: dict[str, Product] = {}
         self._differences: list[str] = []
 
-    def measure(self) -> dict[str, Any]:
-        """Make every arm, measure its memory, then time all of them in turn."""
+    def measure(self) -> Iterator[dict[str, Any]]:
+        """Make every arm, measure its memory, then time all of them in turn.
+
+        What was measured so far is given before a run goes on with other settings.
+        """
         for budget in self._arguments.vram_budget.split(","):
             name = "train" if budget == "off" else f"train {budget}"
             self._add(name, partial(self._product, name, budget))
@@ -105,14 +116,47 @@ class Comparison:
         for name in ("recorded", "checkpointed", "resident"):
             if name in self._arguments.arms.split(","):
                 self._add(name, partial(resident_arm, name, first.plan))
-        return self._result(first, self._timed())
+        result = self._result(first, self._timed())
+        yield result
+        for words in self._arguments.also:
+            del first
+            first = self._go_on(words)
+            more = self._result(first, self._timed())
+            for key in ("rows", "captured_bytes", "predicted_bytes", "lines"):
+                result[key] = more[key] | result[key]
+            yield result
+
+    def _go_on(self, words: str) -> Product:
+        """End the run and let it go on with other settings."""
+        self._runs.close()
+        for name in self._products:
+            del self._arms[name]
+        self._products.clear()
+        gc.collect()
+        self._arguments = arguments = self._arguments.anew(words)
+        name = f"train {words}"
+        self._add(name, partial(self._product, name, arguments.vram_budget))
+        if arguments.trace:
+            path = arguments.trace
+            trace(
+                self._products[name],
+                path.with_stem(f"{path.stem}-{arguments.activation_placement}"),
+            )
+        return self._products[name]
 
     def _product(self, name: str, budget: str) -> Arm:
-        arguments, folders = self._arguments, []
-        for place in (arguments.store, arguments.active):
-            folder = tempfile.TemporaryDirectory(dir=place)
-            folders.append(Path(self._stack.enter_context(folder)))
-        made = Product(self._stack, given_of(arguments, folders[0], folders[1], budget))
+        arguments = self._arguments
+        if not self._folders or self._products:
+            places = [
+                tempfile.TemporaryDirectory(dir=p) for p in (arguments.store, arguments.active)
+            ]
+            self._folders = [Path(self._stack.enter_context(place)) for place in places]
+        # A budget counts all that the process holds: the arms that are there already, too.
+        held = held_bytes(Device.from_name(arguments.device))
+        if budget != "off" and held:
+            budget = str(held + size_of(budget, "--vram-budget"))
+        store, active = self._folders
+        made = Product(self._runs, given_of(arguments, store, active, budget))
         self._products[name] = made
         return Arm(step=made.step, device=made.run.engine.device)
 
@@ -146,7 +190,7 @@ class Comparison:
         return {
             "model": self._arguments.model,
             "differences": self._differences,
-            "arguments": vars(self._arguments),
+            "arguments": {k: v for k, v in vars(self._arguments).items() if k != "anew"},
             "tokens_per_step": tokens,
             "device": recipe.device,
             "torch": torch.__version__,
@@ -217,7 +261,8 @@ def print_table(result: dict[str, Any]) -> None:
 
 
 def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+    """Read the command line; `anew` reads it with more words behind."""
+    first = sys.argv[1:] if words is None else [*words]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--data", required=True, help="folder of prepared rows, or of .bin files")
     parser.add_argument("--seq-len", type=int, default=0, help="of uint16 .bin files")
@@ -241,7 +286,15 @@ def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--json", type=Path)
-    return parser.parse_args(words)
+    parser.add_argument(
+        "--also",
+        action="append",
+        default=[],
+        help="flags of the same run when it goes on, such as '--micro-batch-size 4'",
+    )
+    found = parser.parse_args(first)
+    found.anew = lambda more: arguments_of([*first, *shlex.split(more)])
+    return found
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -249,14 +302,14 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = arguments_of(words)
     try:
         with ExitStack() as stack:
-            result = Comparison(arguments, stack).measure()
+            for result in Comparison(arguments, stack).measure():
+                print_table(result)
+                if arguments.json:
+                    arguments.json.write_text(json.dumps(result, default=str))
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print_table(result)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, default=str))
-    return 1 if result.get("differences") else 0
+    return 1 if result["differences"] else 0
 
 
 if __name__ == "__main__":
