@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 INPUTS := pyproject.toml constraints.txt Makefile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-clean test lint format crash crash-repairs coverage faults kills realfaults damage mutation exactness bench import-real consumers clean python-check serve-soak serve-npm
+.PHONY: help demo demo-clean test lint format crash crash-fuse crash-repairs coverage faults kills realfaults damage mutation exactness bench import-real consumers clean python-check serve-soak serve-npm
 .DELETE_ON_ERROR:
 
 help: ## This list
@@ -63,6 +63,9 @@ kills: $(VENV)/.installed-test ## Kill thousands of real processes at random mom
 
 realfaults: $(VENV)/.installed-test ## Cut the power of real file systems, and fill them (needs root)
 	@$(BIN)/python -m tools.crash_devices $(REALFAULTS_ARGS)
+
+crash-fuse: $(VENV)/.installed-test ## Lose what is not synced under a trainer (needs root, libfuse, mfusepy)
+	@$(BIN)/python -m tools.crash_fuse $(FUSE_ARGS)
 
 DAMAGE_OFFSETS ?= 64
 damage: $(VENV)/.installed-test ## Damage every kind of file at many places (DAMAGE_OFFSETS, DAMAGE_SEED)

@@ -66,10 +66,10 @@ def mounted(place: Path, words: Sequence[str]) -> Iterator[Path]:
     try:
         yield place
     finally:
-        _unmount(place)
+        unmount_for_certain(place)
 
 
-def _unmount(place: Path) -> None:
+def unmount_for_certain(place: Path) -> None:
     """Unmount for certain: a second mount of a file that is still mounted would show two disks."""
     for _ in range(UNMOUNT_ATTEMPTS):
         gc.collect()  # views of objects map their files
