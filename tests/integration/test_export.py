@@ -132,7 +132,7 @@ def test_does_an_end_asked_for_leave_nothing(trained: Path, tmp_path: Path) -> N
 def test_does_memory_stay_when_the_model_grows(tmp_path: Path) -> None:
     small = replace(TINY, vocab_size=300, num_layers=1)
     wide = replace(small, hidden_size=768, num_heads=12, head_dim=64, intermediate_size=1024)
-    large = replace(wide, num_layers=20)
+    large = replace(wide, num_layers=10)
     peaks = {}
     size = holding = 0
     for name, model in (("small", small), ("large", large)):
@@ -143,7 +143,7 @@ def test_does_memory_stay_when_the_model_grows(tmp_path: Path) -> None:
         size = ended.json["model_bytes"]
         holding = ended.json["check_peak_memory_bytes"]
     # A block has 15 MB: it is mapped, and logits need room for its products.
-    assert size > 280 * MEGABYTE
+    assert size > 140 * MEGABYTE
     assert peaks["large"] - peaks["small"] < 64 * MEGABYTE
     assert holding > size  # control: transformers, in the process of the check, holds all of it
 

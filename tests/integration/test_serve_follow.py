@@ -20,7 +20,7 @@ from tests.support.scripted_store import followers_of, write_scripted_store
 from tests.support.training import TrainProcess, arguments, make_data
 
 RECYCLED_SECONDS = 2.0
-TRAINED_SECONDS = 4.0
+TRAINED_SECONDS = 2.0
 DIGITS = ("abcdefghij", "ABCDEFGHIJ", "klmnopqrst")
 
 
