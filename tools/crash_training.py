@@ -7,14 +7,15 @@ and the two stores that the trainer publishes a step between.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 
 import shardb
 from shardb import Commit, Transaction
-from shardb.errors import ShardbError
+from shardb.errors import LogTruncatedError, ShardbError
 from shardb.testing.bases import Base
 from shardb.testing.explorer import STORE
 from shardb.testing.verbs import QUICK, Scene, small_base
@@ -54,7 +55,18 @@ def train_active_step(scene: Scene) -> None:
 
 
 def goes_on(root: str) -> list[str]:
-    """What is wrong when both stores are opened again, and what is not published is."""
+    """What is wrong when both stores are opened again, and what is not published is.
+
+    An active store that lost the record it was made with is refused, and there is nothing in it:
+    it is made anew, as whoever trains does it.
+    """
+    with suppress(LogTruncatedError):
+        return _goes_on(root)
+    shutil.rmtree(os.path.join(root, ACTIVE))
+    return _goes_on(root)
+
+
+def _goes_on(root: str) -> list[str]:
     try:
         with (
             shardb.open(os.path.join(root, STORE), files=QUICK) as durable,
@@ -65,6 +77,10 @@ def goes_on(root: str) -> list[str]:
             head = active.resolve()
             _publish(tiers, head)
             reached = durable.resolve()
+    except LogTruncatedError:
+        if not os.listdir(os.path.join(root, ACTIVE, "objects")):
+            raise
+        return ["the log of the active store was cut"]
     except ShardbError as error:
         return [f"training cannot go on ({error.kind}): {error}"]
     return [] if reached.id == head.id else [f"step {head.step} was not published"]

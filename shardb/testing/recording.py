@@ -111,8 +111,9 @@ class RecordingFileSystem:
 
     def close(self, file: int) -> None:
         with self._mutex:
-            self._open_files.pop(file, None)
-            self._real.close(file)
+            # What `shut_down` has closed may be the number of somebody else's file by now.
+            if self._open_files.pop(file, None) is not None:
+                self._real.close(file)
         # A descriptor is gone even when close(2) fails, and even when the machine has stopped.
         if not self.crashed:
             with self._call("close"):
