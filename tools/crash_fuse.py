@@ -77,8 +77,14 @@ def _cut_once(scratch: Path, world: World, draw: random.Random, *, lies: bool) -
     after.rename(disk)
     world.told = max([world.told, *(number for number in told if number >= 0)])
     world.rounds += 1
+    wrong = ""
     with served(place, LossyDisk(disk, scratch / "unused"), unmount_for_certain):
-        world.check({-number for number in told if number < 0})
+        try:
+            world.check({-number for number in told if number < 0})
+        except (LostError, ShardbError) as error:
+            wrong = str(error)  # its frames, which map files of the disk, must go before that
+    if wrong:
+        raise LostError(wrong)
 
 
 def _train_to_the_end(root: Path, tell: Tell) -> None:
