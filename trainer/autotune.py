@@ -216,7 +216,8 @@ def _tuned(
 def load_of(recipe: Recipe, settings: Settings, asked: Asked, kept_share: float) -> Load:
     """Give what a step does."""
     forms = step_shape(recipe, settings, settings.activations, settings.activation_placement)
-    sizes = shard_bytes(recipe.model, forms.options)
+    sizes, on_host = shard_bytes(recipe.model, forms.options), forms.options.updates_on_host
+    params = {n.removeprefix("params/"): s for n, s in sizes.items() if n.startswith("params/")}
     return Load(
         recipe=recipe,
         settings=settings,
@@ -227,6 +228,8 @@ def load_of(recipe: Recipe, settings: Settings, asked: Asked, kept_share: float)
         parameters=parameter_count(recipe.model),
         boundary_bytes=run_boundary_bytes(recipe),
         kept_share=kept_share,
+        host_share=sum(size for name, size in params.items() if on_host(name))
+        / sum(params.values()),
         pipelined=asked.pipelined,
     )
 

@@ -29,7 +29,8 @@ class Load:
     """What a step does: its recipe and settings, and sizes that follow from them.
 
     stored_bytes: of all shards; shards: how many; parameters: in all; kept_share: of them on the
-    device for good; boundary_bytes: what waits between the passes; pipelined: the way of the steps.
+    device for good; host_share: of them updated by the processor; boundary_bytes: what waits
+    between the passes; pipelined: the way of the steps.
     """
 
     recipe: Recipe
@@ -41,7 +42,13 @@ class Load:
     parameters: int
     boundary_bytes: int
     kept_share: float = 0.0
+    host_share: float = 0.0
     pipelined: bool = False
+
+    @property
+    def updated_on_host(self) -> float:
+        """Give the parameters that the processor updates."""
+        return self.host_share * self.parameters
 
     @property
     def tokens(self) -> int:
@@ -173,10 +180,18 @@ def _write_seconds(load: Load, rates: Rates) -> float:
     return load.stored_bytes / rates.active_write_bytes + load.shards * rates.active_shard_seconds
 
 
+def _device_updates(load: Load, rates: Rates) -> float:
+    return (load.parameters - load.updated_on_host) / rates.device_update
+
+
+def _host_updates(load: Load, rates: Rates) -> float:
+    return load.updated_on_host / rates.host_update
+
+
 def _plain(load: Load, rates: Rates) -> dict[str, float]:
     busy = {
         "arithmetic": compute_seconds(load, rates),
-        "the optimizer": load.parameters / rates.device_update,
+        "the optimizer": max(_device_updates(load, rates), _host_updates(load, rates)),
         "writing": _write_seconds(load, rates),
     }
     reading = read_seconds(load, rates)
@@ -195,8 +210,10 @@ def _plain(load: Load, rates: Rates) -> dict[str, float]:
 
 def _pipelined(load: Load, rates: Rates) -> dict[str, float]:
     streamed = load.parameters * (1.0 - load.kept_share)
-    into = streamed * (2 * PARAMETER_BYTES + STATE_BYTES)
-    out = float(load.parameters * (PARAMETER_BYTES + STATE_BYTES))
+    into = streamed * 2 * PARAMETER_BYTES
+    into += max(0.0, streamed - load.updated_on_host) * STATE_BYTES
+    # Gradients go out in the place of what the processor writes itself.
+    out = load.parameters * PARAMETER_BYTES + STATE_BYTES * (load.parameters - load.updated_on_host)
     if load.placement == "host":
         into, out = into + load.boundary_bytes, out + load.boundary_bytes
     if load.kept_gradients and load.settings.gradient_placement == "host":
@@ -204,7 +221,8 @@ def _pipelined(load: Load, rates: Rates) -> dict[str, float]:
         out += load.parameters * (2 if half else PARAMETER_BYTES)
     busy = {
         "arithmetic": compute_seconds(load, rates),
-        "the optimizer": load.parameters / rates.device_update,
+        "the optimizer": _device_updates(load, rates),
+        "updates on the processor": _host_updates(load, rates),
         "digests and commits": _write_seconds(load, rates),
     }
     if rates.link is not None:

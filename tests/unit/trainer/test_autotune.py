@@ -108,6 +108,17 @@ def test_activations_wait_on_the_host_only_where_the_link_has_room() -> None:
     assert found.forecast.seconds > tuned(FAST, only).forecast.seconds
 
 
+def test_updates_on_the_processor_take_state_off_the_link() -> None:
+    slow = replace(FAST, link=LinkRates(into=4e9, out=4e9, both=4e9, pageable=2e9))
+    recipe = replace(RECIPE, optimizer_device="cpu")
+    here, there = (
+        tuned(slow, needs(**ALL), recipe=each).forecast.busy for each in (RECIPE, recipe)
+    )
+    # 16 bytes a parameter come in where the device updates, and 8 where the processor does.
+    assert there["the link"] == pytest.approx(here["the link"] / 2)
+    assert there["updates on the processor"] > here["updates on the processor"] == 0
+
+
 def test_smaller_micro_batches_are_taken_where_stages_stay_for_it() -> None:
     """On a slow link what stays on the device counts for more than what a call costs."""
 
