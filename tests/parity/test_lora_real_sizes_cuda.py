@@ -148,6 +148,7 @@ def quantise_layers(model: Any) -> None:
             compute_dtype=torch.bfloat16,
             compress_statistics=True,
             quant_type="nf4",
+            device="meta",  # it would draw first values, on the processor
         )
         packed.weight = bitsandbytes.nn.Params4bit(
             module.weight.data, requires_grad=False, quant_type="nf4", module=packed

@@ -2,8 +2,8 @@
 
 Makes a store that holds an import of Llama-3.1-8B's geometry, with random weights and the blocks
 packed, and trains on it as `train --lora-rank` does: data loader, device, one commit a step. Each
-case is a branch of its own. Its tokens/s are set beside the rate of matrix products measured before
-and after it, its peak beside what pre-flight foretells.
+case is a branch of its own. Its tokens/s are set beside the rates of matrix products measured
+before and after it (large ones, and a block's own), its peak beside what pre-flight foretells.
 
 Arithmetic counted: 6 operations a token and weight of the blocks (forward, again for the backward
 pass, and the gradient of the input), 4 of the head; attention and the look-up are left out.
@@ -73,6 +73,7 @@ MODELS = {
 }
 CASES = "512:4:8:512:compiled,2048:1:8:512:compiled,2048:4:4:512:compiled,2048:4:4:512"
 IDS_MAX = 32000
+MATCHED_SECONDS, ROUNDS_AT_ONCE = 0.4, 8
 WARM_STEPS = 3
 
 
@@ -160,6 +161,32 @@ def case_flops(model: ModelConfig) -> float:
     return 6.0 * blocks + 4.0 * head
 
 
+def matched_rate(model: ModelConfig, tokens: int, device: Device) -> float:
+    """Give the operations a second of a block's own products, on drawn values, kept up a while.
+
+    Products of ones take less power than others, and so run at a higher clock.
+    """
+    block = next(stage for stage in build_stages(model) if stage.name.startswith("block_"))
+    generator = torch.Generator(device.torch_device).manual_seed(1)
+    weights = [w for w in _drawn(block, generator, device).values() if w.dim() > 1]
+    rows = {
+        width: torch.randn(
+            tokens, width, generator=generator, device=device.torch_device, dtype=torch.bfloat16
+        )
+        for width in {weight.shape[1] for weight in weights}
+    }
+    flops = sum(2.0 * tokens * weight.numel() for weight in weights)
+    device.wait()
+    began, rounds = time.perf_counter(), 0
+    while time.perf_counter() - began < MATCHED_SECONDS:
+        for _ in range(ROUNDS_AT_ONCE):
+            for weight in weights:
+                torch.mm(rows[weight.shape[1]], weight.t())
+        device.wait()
+        rounds += ROUNDS_AT_ONCE
+    return flops * rounds / (time.perf_counter() - began)
+
+
 def given_of(arguments: argparse.Namespace, root: Path, index: int, case: Case) -> dict[str, Any]:
     """Give the flags of a case's run."""
     return {
@@ -191,6 +218,8 @@ def measured(arguments: argparse.Namespace, root: Path, index: int, case: Case) 
     """Train a case's steps; give its row."""
     device = Device.from_name(arguments.device)
     before = measure(torch.bfloat16, device).matmul_flops_per_second
+    tokens = case.seq_len * case.rows
+    matched = [matched_rate(arguments.geometry, tokens, device)]
     with ExitStack() as stack:
         began = time.perf_counter()
         product = Product(stack, given_of(arguments, root, index, case))
@@ -235,10 +264,16 @@ def measured(arguments: argparse.Namespace, root: Path, index: int, case: Case) 
             "page_locked": device.page_locks.locked_bytes,
         }
     after = measure(torch.bfloat16, device).matmul_flops_per_second
-    ceiling = (before + after) / 2
+    matched.append(matched_rate(arguments.geometry, tokens, device))
     rate = case.tokens / statistics.median(seconds)
-    percent = 100 * rate * case_flops(arguments.geometry) / ceiling
-    return row | {"ceiling": [before, after], "tokens_per_second": rate, "percent": percent}
+    done = 100 * rate * case_flops(arguments.geometry)
+    return row | {
+        "ceiling": [before, after],
+        "matched": matched,
+        "tokens_per_second": rate,
+        "percent": done / statistics.mean([before, after]),
+        "percent_matched": done / statistics.mean(matched),
+    }
 
 
 def kernels_of(product: Product) -> str:
@@ -259,7 +294,9 @@ def line_of(row: dict[str, Any]) -> str:
         f" chunk {case['chunk']}"
         f" {case['vram_budget'] or '':<6} {row['tokens_per_second']:>9,.0f} tokens/s"
         f" {row['percent']:5.1f} % of {row['ceiling'][0] / 1e12:.0f}/{row['ceiling'][1] / 1e12:.0f}"
-        f" TFLOP/s; {statistics.median(row['seconds']):.3f} s a step"
+        f" TFLOP/s, {row['percent_matched']:.1f} % of {row['matched'][0] / 1e12:.0f}"
+        f"/{row['matched'][1] / 1e12:.0f} at its own shapes;"
+        f" {statistics.median(row['seconds']):.3f} s a step"
         f" ({min(row['seconds']):.3f}..{max(row['seconds']):.3f}), commit"
         f" {row['commit_seconds']:.3f}; peak {in_bytes(row['peak'])}, predicted"
         f" {in_bytes(row['predicted'])} ({row['predicted'] / peak:.4f}); {row['residents']} stay;"
