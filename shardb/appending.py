@@ -150,7 +150,8 @@ class Appender:
         if item.packed:
             store.objects.retire_packed(item.digest)
         buffer = store.cache.pop(item.digest)
-        if buffer is not None and buffer.inode != store.objects.inode(item.digest):
+        status = None if buffer is None else store.objects.look(item.digest)
+        if buffer is not None and (status is None or buffer.inode != status.inode):
             buffer.disown()  # another process recycled the file that is mapped here
         if buffer is not None and buffer.path is not None:
             store.objects.hold(item.digest, buffer)

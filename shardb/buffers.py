@@ -22,6 +22,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from shardb.filesystem import Stamp
+
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
 Bytes = NDArray[np.uint8]
@@ -44,14 +46,18 @@ class Pool(Protocol):
 
 
 class PooledBuffer:
-    """One stable piece of host memory; with `path` and `inode` of its file when it maps one."""
+    """One stable piece of host memory; with `path` and `stamp` of its file when it maps one.
+
+    The stamp is of the moment before the image was filled. Filling a mapping for the first time may
+    change the file's, as somebody else's writing does: then its digest is checked once more.
+    """
 
     def __init__(
-        self, mapping: mmap.mmap, path: str | None = None, inode: int | None = None
+        self, mapping: mmap.mmap, path: str | None = None, stamp: Stamp | None = None
     ) -> None:
         self.size_bytes = len(mapping)
         self.path = path
-        self.inode = inode
+        self.stamp = stamp
         self._map = mapping
         self._lock = threading.Lock()
         self._given = 0
@@ -59,6 +65,11 @@ class PooledBuffer:
         self._given_writable = 0
         self._ended_writable: deque[None] = deque()
         self._released: Pool | None = None
+
+    @property
+    def inode(self) -> int | None:
+        """The number of the file."""
+        return None if self.stamp is None else self.stamp.inode
 
     @property
     def file_mapping(self) -> mmap.mmap | None:

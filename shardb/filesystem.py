@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 READ = os.O_RDONLY
 WRITE = os.O_RDWR
@@ -42,6 +42,13 @@ NETWORK_FILE_SYSTEMS = {
 MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}
 
 
+class Stamp(NamedTuple):
+    """A file at one moment: another one, or one that was written to since, has another stamp."""
+
+    inode: int
+    modified_ns: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileStatus:
     """What stat(2) says of a file: sizes in bytes, time in nanoseconds."""
@@ -52,6 +59,11 @@ class FileStatus:
     device: int
     allocated_bytes: int
     is_directory: bool
+
+    @property
+    def stamp(self) -> Stamp:
+        """Give what changes when the file does."""
+        return Stamp(self.inode, self.modified_ns)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -46,7 +46,7 @@ class MappedPool:
                 self._objects.rename(buffer.path, staged)
             except FileNotFoundError:
                 continue  # `gc` took the file; its mapping goes with it
-            buffer.path = staged
+            buffer.path, buffer.stamp = staged, self._objects.files.status(staged).stamp
             return buffer
         path, fresh = self._objects.staged_path(branch, length)
         files = self._objects.files
@@ -55,7 +55,7 @@ class MappedPool:
                 # Reserved now: a full RAM disk must be an error here, not a SIGBUS while filling.
                 files.allocate(file, length, keep_size=False)
             mapping = files.map(file, length, writable=True)
-        return PooledBuffer(mapping, path, files.status(path).inode)
+        return PooledBuffer(mapping, path, files.status(path).stamp)
 
     def put_back(self, buffer: PooledBuffer) -> None:
         self._returned.append(buffer)

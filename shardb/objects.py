@@ -31,6 +31,7 @@ from shardb.filesystem import (
     EXCLUSIVE,
     READ,
     WRITE,
+    FileStatus,
     FileSystem,
     close_quietly,
     closing,
@@ -40,6 +41,7 @@ from shardb.filesystem import (
 )
 from shardb.layout import Layout
 from shardb.references import Retired
+from shardb.verifying import Verified
 
 OBJECT_SUFFIX = ".safetensors"
 PACK_SUFFIX = ".pack"
@@ -75,8 +77,7 @@ class ObjectFiles:
         self.files = files
         self.directory = f"{root}/objects"
         self.spare_directory = f"{root}/spare"
-        self._verify = verify
-        self._verified: set[str] = set()
+        self.verified = Verified(wanted=verify)
         self._mapped: Counter[str] = Counter()
         self._unmapped: deque[str] = deque()  # filled by garbage collection, which takes no lock
         self._lock = threading.Lock()
@@ -109,10 +110,10 @@ class ObjectFiles:
     def _open_image(self, digest: str, size_bytes: int) -> tuple[Layout, Bytes]:
         path = self.path(digest)
         with opened(self.files, path, READ) as file:
-            actual_bytes = self.files.status(path).size_bytes
-            if actual_bytes != size_bytes:
+            status = self.files.status(path)
+            if status.size_bytes != size_bytes:
                 raise ObjectCorruptError(
-                    f"{path}: {actual_bytes} bytes, but {size_bytes} were committed; run "
+                    f"{path}: {status.size_bytes} bytes, but {size_bytes} were committed; run "
                     "`shardb fsck`",
                     path=path,
                 )
@@ -121,19 +122,8 @@ class ObjectFiles:
             self._mapped[digest] += 1
         weakref.finalize(mapping, self._unmapped.append, digest).atexit = False
         image: Bytes = np.frombuffer(mapping, dtype=np.uint8)
-        if self._verify and digest not in self._verified:
-            self._check_digest(path, digest, image)
+        self.verified.check(path, digest, status.stamp, image)
         return layout.parse(image.data, path), image
-
-    def _check_digest(self, path: str, digest: str, image: Bytes) -> None:
-        actual = xxhash.xxh3_128_hexdigest(image.data)
-        if actual != digest:
-            raise ObjectCorruptError(
-                f"{path}: the bytes have digest {actual}, not the one that names the file; run "
-                "`shardb fsck` to see which steps it hits",
-                path=path,
-            )
-        self._verified.add(digest)
 
     def _is_mapped(self, digest: str) -> bool:
         """Whether views of an object, opened from its file, are alive in this process."""
@@ -145,10 +135,10 @@ class ObjectFiles:
                     del self._mapped[ended]
             return digest in self._mapped
 
-    def inode(self, digest: str) -> int | None:
-        """The number of an object's file; None when it is not there."""
+    def look(self, digest: str) -> FileStatus | None:
+        """What is known of an object's file; None when it is not there."""
         try:
-            return self.files.status(self.path(digest)).inode
+            return self.files.status(self.path(digest))
         except FileNotFoundError:
             return None
 
@@ -282,9 +272,11 @@ class ObjectFiles:
         """Give a synced staged file its content name, replacing a leftover of that name."""
         self._close(staged, needed=True)
         self.files.rename(staged.path, self.path(staged.digest))
+        self.verified.forget(staged.digest)  # a file is checked when it is first read
         if staged.buffer is not None:
             staged.buffer.path = self.path(staged.digest)
-        self._verified.add(staged.digest)
+            if staged.buffer.stamp is not None:
+                self.verified.note(staged.digest, staged.buffer.stamp)
 
     def sync_directory(self) -> None:
         self.files.sync_directory(self.directory)
@@ -299,7 +291,7 @@ class ObjectFiles:
     def retire(self, retired: Iterable[Retired]) -> None:
         """Take objects that nothing references out of `objects/`."""
         for item in retired:
-            self._verified.discard(item.digest)
+            self.verified.forget(item.digest)
             if item.packed:
                 self.retire_packed(item.digest)
             path = self.path(item.digest)
@@ -319,7 +311,7 @@ class ObjectFiles:
 
     def hold(self, digest: str, buffer: PooledBuffer) -> None:
         """Take a retired mapped object out of `objects/`; it is free when its buffer is."""
-        self._verified.discard(digest)
+        self.verified.forget(digest)
         held = f"{self.spare_directory}/held.{buffer.size_bytes}.{os.urandom(8).hex()}"
         buffer.path = held
         try:

@@ -28,7 +28,7 @@ from shardb.errors import (
 )
 from shardb.filesystem import FileSystem, RealFileSystem
 from shardb.index import Index
-from shardb.layout import check_name
+from shardb.layout import Layout, check_name
 from shardb.leases import Lease, Leases
 from shardb.locks import Locks
 from shardb.log import Log
@@ -36,6 +36,7 @@ from shardb.looking import Looking
 from shardb.mapped import MappedPool
 from shardb.objects import ObjectFiles, StagedObject
 from shardb.pack_reading import PackedObjects
+from shardb.patrol import Patrol
 from shardb.read_view import ReadView
 from shardb.records import Commit, Record, ShardEntry, new_record
 from shardb.recovery import RecoveryReport
@@ -80,6 +81,7 @@ class Store(Looking):
         self.objects.open_packed = self._packed_objects(cache_bytes).open
         self.appender = Appender(self)
         self.writer = BackgroundWriter(threads=writer_threads, max_pending=max_pending_writes)
+        self.patrol = Patrol(self)
         try:
             self.index: Index = opening.open_index(self, self.recovery)
         except BaseException:
@@ -145,10 +147,21 @@ class Store(Looking):
         """A view of one object, from memory where it is still there, else mapped from its file."""
         self.index.check_open()
         with self.appender.errors(f"reading shard {name!r}"):
-            inode = (self.objects.inode(entry.digest) or 0) if self.mapped else None
-            cached = self.cache.get(entry.digest, inode)
-            layout, image = cached or self.objects.open(entry.digest, entry.bytes)
+            layout, image = self._image(entry)
         return ShardView(name, layout, image, entry.digest)
+
+    def _image(self, entry: ShardEntry) -> tuple[Layout, Bytes]:
+        """An image in memory is trusted as memory; one that is a file, while nobody wrote to it."""
+        status = self.objects.look(entry.digest) if self.mapped else None
+        if self.mapped and status is None:
+            return self.objects.open(entry.digest, entry.bytes)  # packed, or missing
+        found = self.cache.get(entry.digest, None if status is None else status.inode)
+        if found is None:
+            return self.objects.open(entry.digest, entry.bytes)
+        if status is not None:
+            path = self.objects.path(entry.digest)
+            self.objects.verified.check(path, entry.digest, status.stamp, found[1])
+        return found
 
     # Writing
 

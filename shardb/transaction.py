@@ -3,7 +3,7 @@
 Owns what is staged. Order of a commit, the only order there is:
 1. staged objects are written to new or spare files, digests computed on the way; then all synced
 2. all renamed to their content names; the one directory synced
-3. the declared shard set is checked complete
+3. the declared shard set is checked complete, and the base checked unchanged
 4. one commit record is appended to the log, and the log synced: the commit point
 5. the index is applied  6. retired objects move to spare files
 Steps 2 to 6 happen under the log's lock. Leaving the `with` block without a commit aborts.
@@ -200,6 +200,7 @@ class Transaction:
             staged.image.seal()
         try:
             objects = self._wait_and_sync()
+            self._check_base()
             commit = self._new_commit(objects, step, told)
             publish_commit(self._store, commit, objects)
         except BaseException:
@@ -207,6 +208,7 @@ class Transaction:
             raise
         for name, staged in self._staged.items():
             self._keep(objects[name], staged)
+        self._store.patrol.go_on(commit)
         self._close()
         return commit
 
@@ -279,6 +281,10 @@ class Transaction:
         staged.written = Future()
         staged.written.set_result(written)
         return written
+
+    def _check_base(self) -> None:
+        with self._store.appender.errors("checking what the step was made from"):
+            self._store.patrol.check(self.base)
 
     def _check_complete(self, step: int) -> None:
         if type(step) is not int or not 0 <= step < STEP_LIMIT:

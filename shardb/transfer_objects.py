@@ -197,8 +197,9 @@ class ObjectIntake:
                 "Delete it, and push the commit again from a store where it is whole, to a new "
                 "branch: `--branch NAME`"
             )
+        shards = (n for n, known in self.commit.shards.items() if known.digest == entry.digest)
         return ObjectCorruptError(
-            f"{name}: the bytes have digest {digest}, not the one that names the object; nothing "
-            f"of the commit was changed. {remedy}",
+            f"{name}: the bytes of shard {next(shards)!r} have digest {digest}, not the one that "
+            f"step {self.commit.step} was committed with; nothing was changed here. {remedy}",
             path=name,
         )

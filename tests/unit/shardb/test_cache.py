@@ -8,6 +8,7 @@ import pytest
 from shardb import layout
 from shardb.buffers import PAGE_BYTES, BufferPool, PooledBuffer
 from shardb.cache import ImageCache
+from shardb.filesystem import Stamp
 from shardb.layout import Layout, TensorSpec
 
 LAYOUT = layout.build({"weight": TensorSpec(dtype="U8", shape=(64,))})
@@ -99,7 +100,7 @@ def test_is_a_mapped_image_refused_when_its_file_is_another_now(
     cache: ImageCache, pool: BufferPool
 ) -> None:
     buffer = filled_buffer(pool, 1)
-    buffer.inode = 5
+    buffer.stamp = Stamp(5, 0)
     cache.put("a", LAYOUT, buffer)
     assert cache.get("a", inode=6) is None
     assert value(cache.get("a", inode=5)) == 1
