@@ -26,6 +26,7 @@ from shardb.views import ShardView
 from trainer.device import Device
 from trainer.model.adapters import adapter_shard, with_adapters
 from trainer.model.config import ModelConfig
+from trainer.model.packed import packed_library, packed_shard, unpacked
 from trainer.model.stages import build_head, build_trunk
 
 Role = Literal["table", "block", "norm", "head"]
@@ -60,7 +61,8 @@ def stage_places(pinned: PinnedModel) -> list[StagePlace]:
 
     Raises:
         UsageError: the commit has no such shards, so its model is of another kind.
-        InputError: its layers are those of transformers, which is not installed or is too old.
+        InputError: its layers are those of transformers, which is not installed or is too old, or
+            its base is packed, and what unpacks it is not installed.
     """
     stages = [*build_trunk(pinned.config), build_head(pinned.config)]
     places = []
@@ -71,6 +73,8 @@ def stage_places(pinned: PinnedModel) -> list[StagePlace]:
                 f"step {pinned.commit.step} has no shard {shard}: its model is not one of this"
                 " project's own geometry, and cannot be served"
             )
+        if packed_shard(pinned.commit.shards, shard) is not None:
+            packed_library()
         role = _role(index, len(stages))
         key = StageKey(digest=_digest(pinned, shard), form=_form(role, pinned.config))
         values = sum(math.prod(each.shape) for each in stage.parameters.values())
@@ -112,17 +116,26 @@ def bring_weights(
 
 def _digest(pinned: PinnedModel, shard: str) -> str:
     """Name a stage's weights: those of its shard, and of adapters that are merged into them."""
-    beside = adapter_shard(pinned.commit.shards, shard)
-    return pinned.digest(shard) + (f"+{pinned.digest(beside)}" if beside is not None else "")
+    shards = pinned.commit.shards
+    base = packed_shard(shards, shard) or shard
+    beside = adapter_shard(shards, shard)
+    return pinned.digest(base) + (f"+{pinned.digest(beside)}" if beside is not None else "")
 
 
 def _merged(
     place: StagePlace, view: ShardView, beside: str, device: Device, dtype: torch.dtype
 ) -> Weights:
-    """Give a block with its adapters merged in, in fp32 before it is rounded to `dtype`."""
+    """Give a block with its adapters merged in, in fp32 before it is rounded to `dtype`.
+
+    Beside a packed base it is that base, unpacked, which the adapters were trained on.
+    """
     lora = place.pinned.lora
     assert lora is not None, "a commit with adapters says what they are"
-    weights = with_adapters(torch_adaptor.tensors(view), place.pinned.read(beside), lora)
+    base: Weights = torch_adaptor.tensors(view)
+    packed = packed_shard(place.pinned.commit.shards, place.shard)
+    if packed is not None:
+        base = unpacked(torch_adaptor.tensors(place.pinned.read(packed)), base)
+    weights = with_adapters(base, place.pinned.read(beside), lora)
     return {name: device.to_device(tensor).to(dtype) for name, tensor in weights.items()}
 
 

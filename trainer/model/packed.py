@@ -28,7 +28,7 @@ def packed_shard(shards: Container[str], shard: str) -> str | None:
 
 def unpacked(packed: Mapping[str, Tensor], imported: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Give a block's weights: matrices from their packed form in fp32, all else as imported."""
-    library = _library()
+    library = packed_library()
     tables = library.get_4bit_type("nf4", device="cpu"), library.create_dynamic_map()
     found = {}
     for name, tensor in imported.items():
@@ -71,7 +71,8 @@ def quant_state(
     )
 
 
-def _library() -> Any:
+def packed_library() -> Any:
+    """Give what unpacks; InputError where it is not installed."""
     try:
         return importlib.import_module("bitsandbytes.functional")
     except ImportError as error:

@@ -18,12 +18,16 @@ PROMPT = [5, 9, 14]
 NEW_TOKENS = 12
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2"])
+@pytest.fixture(scope="module", params=["llama", "gemma2", "llama nf4"])
 def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("served")
     data = make_data(root / "data")
-    _, store = imported_store(root, request.param)
-    flags = ("--lora-rank", "8", "--lora-targets", "all-linear", "--learning-rate", "0.05")
+    model_type, _, quant = request.param.partition(" ")
+    if quant:
+        pytest.importorskip("bitsandbytes", reason="the extra `nf4` is not installed")
+    _, store = imported_store(root, model_type)
+    flags = ["--lora-rank", "8", "--lora-targets", "all-linear", "--learning-rate", "0.05"]
+    flags += ["--base-quant", quant] if quant else []
     size = ("--device", "cpu", "--threads", "1", "--micro-batch-size", "4", "--max-steps", "6")
     assert (
         train_here(["--store", str(store), "--data-dir", str(data / "train"), *flags, *size]) == 0
