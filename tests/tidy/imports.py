@@ -18,11 +18,14 @@ from tests.tidy.source import PACKAGES, REPOSITORY, Source, dotted
 MAY_IMPORT = {
     "shardb": ("shardb",),
     "trainer": ("trainer", "shardb"),
-    "export": ("export", "shardb", "trainer.model", "trainer.errors", "trainer.command_cli"),
+    "export": (
+        *("export", "shardb", "trainer.model", "trainer.errors", "trainer.command_cli"),
+        "trainer.sizes",  # so that every command reads sizes alike
+    ),
     "serve": (
         *("serve", "shardb", "trainer.model", "trainer.device"),
         # What a server shows of a run is what its report shows.
-        *("trainer.errors", "trainer.command_cli", "trainer.report_html_data"),
+        *("trainer.errors", "trainer.command_cli", "trainer.report_html_data", "trainer.sizes"),
     ),
     "tools": ("tools", "shardb", "trainer", "export", "serve", "tests.support"),
 }
