@@ -39,8 +39,11 @@ class Child:
             self._told += more
         return int(NUMBER.unpack_from(self._told)[0])
 
-    def kill_after(self, seconds: float) -> list[int]:
-        """Let it run on, kill it with SIGKILL; give every number it told."""
+    def kill_after(self, seconds: float, *, or_ended_by: int = signal.SIGKILL) -> list[int]:
+        """Let it run on, kill it with SIGKILL; give every number it told.
+
+        Another signal may have ended it before.
+        """
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             if select.select([self._reading], [], [], left)[0]:
@@ -49,15 +52,15 @@ class Child:
                     break
                 self._told += more
         os.kill(self.pid, signal.SIGKILL)
-        return self.finish(expected=-signal.SIGKILL)
+        return self.finish(-signal.SIGKILL, -or_ended_by)
 
-    def finish(self, expected: int = 0) -> list[int]:
+    def finish(self, *expected: int) -> list[int]:
         """Wait for its end; give every number it told."""
         while more := os.read(self._reading, 1 << 16):
             self._told += more
         os.close(self._reading)
         code = self.wait()
-        assert code in (0, expected), f"the child ended with {code}"
+        assert code in (0, *expected), f"the child ended with {code}"
         return [number for (number,) in NUMBER.iter_unpack(self._told)]
 
     def wait(self) -> int:

@@ -127,7 +127,7 @@ def test_is_a_dead_draft_removed_and_a_live_one_left(tmp_path: Path) -> None:
         fill(draft.path, NEW)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    Child(build_and_die).finish(expected=-signal.SIGKILL)
+    Child(build_and_die).finish(-signal.SIGKILL)
     [left] = tmp_path.iterdir()
     assert left.name.startswith(".package.export-")
     with Draft(target, is_directory=True, overwrite=False) as draft:
@@ -155,7 +155,7 @@ def test_is_a_kill_between_two_renames_undone(
         monkeypatch.setattr(package_publish.os, "rename", die_at_second)
         publish(target, overwrite=True, rename=without_flags)
 
-    Child(replace_and_die).finish(expected=-signal.SIGKILL)
+    Child(replace_and_die).finish(-signal.SIGKILL)
     assert not target.exists()
     with pytest.raises(InputError, match="--overwrite"):
         Draft(target, is_directory=True, overwrite=False)
