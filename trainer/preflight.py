@@ -33,8 +33,6 @@ from trainer.vram import StepShape
 
 # What a common consumer drive of 1 TB is warranted for.
 DRIVE_BYTES_WRITTEN = 600 * 10**12
-# A frozen base is brought in once each way.
-VISITS = 2
 VRAM_REMEDY = (
     "lower --micro-batch-size (and raise --gradient-accumulation-steps), --lm-head-chunk-tokens,"
     " or let --fit choose"
@@ -209,7 +207,7 @@ def _speed(recipe: Recipe, tier: BaseTier | None, rates: Ceiling | None) -> list
     """Foretell the speed beside a frozen base, as a bracket."""
     if tier is None or rates is None or recipe.lora is None:
         return []
-    found = bracket(recipe, recipe.lora, VISITS * tier.base_bytes, rates)
+    found = bracket(recipe, recipe.lora, tier.base_bytes, rates)
     beside = "" if tier.kind == RAM else "; reading the base from the disk is not in it"
     return [
         BudgetLine(

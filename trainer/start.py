@@ -28,6 +28,7 @@ from trainer.forecast_check import ForecastCheck
 from trainer.found import find_run
 from trainer.lora.base_tier import RAM
 from trainer.lora.engine import AdapterEngine
+from trainer.lora.forecast import bracket
 from trainer.opening import Surroundings, opened_tiers
 from trainer.pipeline.choosing import pipeline_settings, pipeline_way, vram_budget_of
 from trainer.plan import Plan, finished_text, make_plan, validates
@@ -142,12 +143,16 @@ def opened_run(
         head = tiers.training.branches()[tiers.branch]
         _say_start(plan, tiers, head, progress)
         with _open_logs(plan, tiers, head) as logs:
+            dtype, device = engine.options.torch_dtype, engine.device
+            ceiling = ceiling or ceiling_of(plan.recipe, dtype, device, logs.folder)
+            if plan.recipe.lora is not None and plan.base_tier is not None:
+                found = bracket(plan.recipe, plan.recipe.lora, plan.base_tier.base_bytes, ceiling)
+                progress.note(found.text)
             yield Run(
                 plan=plan,
                 tiers=tiers,
                 engine=engine,
-                ceiling=ceiling
-                or ceiling_of(plan.recipe, engine.options.torch_dtype, engine.device, logs.folder),
+                ceiling=ceiling,
                 head=head,
                 cursor=plan.cursor,
                 unrecorded=plan.recipe_changes,

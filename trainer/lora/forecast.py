@@ -22,6 +22,8 @@ from trainer.model.stages import build_trunk
 from trainer.recipe import Recipe
 
 HALF = 0.5
+# The base is brought in once each way.
+VISITS = 2
 # Forward, again, back to the input; for an adapter also back to itself, each 2 a number.
 BLOCK_OPERATIONS, ADAPTER_OPERATIONS, HEAD_OPERATIONS, ATTENTION_OPERATIONS = 6, 8, 4, 16
 
@@ -38,7 +40,7 @@ class Bracket:
         """Say it for people."""
         return (
             f"{self.least:,.3g} to {self.most:,.3g} tokens/s forecast from matrix products and"
-            " copies measured just now: no promise"
+            " copies measured on this machine: no promise"
         )
 
     def to_json(self) -> dict[str, float]:
@@ -67,11 +69,11 @@ def token_operations(recipe: Recipe, lora: LoraSettings) -> float:
     )
 
 
-def bracket(recipe: Recipe, lora: LoraSettings, moved_bytes: int, ceiling: Ceiling) -> Bracket:
-    """Give the bracket; moved_bytes: what is copied for a step, one way."""
+def bracket(recipe: Recipe, lora: LoraSettings, base_bytes: int, ceiling: Ceiling) -> Bracket:
+    """Give the bracket; base_bytes: of the frozen base as it is copied."""
     tokens = recipe.rows_per_step * recipe.seq_len
     computing = token_operations(recipe, lora) * tokens / ceiling.matmul_flops_per_second
-    copying = moved_bytes / ceiling.copy_bytes_per_second
+    copying = VISITS * base_bytes / ceiling.copy_bytes_per_second
     return Bracket(
         least=tokens / (computing / HALF + copying), most=tokens / max(computing, copying)
     )
