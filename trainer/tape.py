@@ -29,8 +29,7 @@ class Compute:
     """Where and in which dtype stages run, and where what is between them waits.
 
     batches: what stages have to know of each micro-batch; empty where there is nothing.
-    tracks: run a stage also forward as it runs when gradients are taken: kernels that are chosen by
-        that round differently, and a model that is trained without replays has theirs.
+    tracks: run a stage also forward as it runs when gradients are taken, as compiled blocks do.
     """
 
     device: Device

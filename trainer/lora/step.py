@@ -52,7 +52,7 @@ class AdapterPass(GradientPass):
         drop_keys: Sequence[str | None] = (),
         at_end: Callable[[], None] = lambda: None,
     ) -> None:
-        compute = replace(compute.knowing(drop_keys), tracks=not compute.device.is_host)
+        compute = compute.knowing(drop_keys)
         super().__init__(model.step, None, compute, loss_scale=loss_scale)
         self._adapted = model
         self._visits = visits

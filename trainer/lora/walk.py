@@ -126,7 +126,7 @@ class _AdapterWalk(ABC):
             clock=StepClock(),
             new_boundary=away_boundary if self._spills else list,
         )
-        self._compute = replace(compute.knowing(keys), tracks=not self.is_host)
+        self._compute = replace(compute.knowing(keys), tracks=shape.options.compile_blocks)
         self._slots: list[Tensor] = []
 
     def step(self, ids: Sequence[Tensor]) -> None:
