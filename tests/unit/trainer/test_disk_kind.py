@@ -80,3 +80,21 @@ def test_a_ram_disk_is_memory() -> None:
     if not Path("/dev/shm").is_dir():
         pytest.skip("there is no /dev/shm here")
     assert disk_kind(Path("/dev/shm")).kind == MEMORY
+
+
+def test_a_file_system_with_a_number_of_its_own_is_told_by_its_source(tmp_path: Path) -> None:
+    blocks = [path for path in Path("/dev").iterdir() if path.is_block_device()]
+    if not blocks:
+        pytest.skip("there is no block device here")
+    source = blocks[0]
+    (tmp_path / "mountinfo").write_text(f"30 1 {NAME} / /mnt rw - btrfs {source} rw\n")
+    number = os.stat(source).st_rdev
+    below = f"{os.major(number)}:{os.minor(number)}"
+    made(tmp_path, "pci0/nvme/nvme0n1", number=below)
+    assert kind(tmp_path) == Disk(kind="nvme", why="nvme0n1")
+
+
+def test_a_network_file_system_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardb.filesystem.RealFileSystem.kind", lambda *_: "network:nfs")
+    found = disk_kind(tmp_path)
+    assert (found.kind, found.why) == ("unknown", "nfs is a network file system")
