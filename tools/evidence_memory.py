@@ -7,7 +7,7 @@ needs. Rows: `perkunas-v2.9-100m`, 512 tokens a row, from a store in host memory
 hidden size 2048, one row a step; the streamed one comes from a store on a RAM disk, as large as the
 machine has room for.
 
-    python -m tools.evidence_memory --out memory.jsonl --caps 4,8,12,24 --limit-seconds 120
+    python -m tools.evidence_memory --out memory.jsonl --caps 4,24,8,12 --limit-seconds 120
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ SEQ_LEN = 512
 # The second step has the optimizer's state, the third replays what was recorded.
 STEPS = 3
 ROWS_MAX = 2048
-# 2.5 B parameters: more takes longer to begin than it tells.
-BLOCKS_MAX = 48
+# 1.9 B parameters: more takes longer to begin than it tells.
+BLOCKS_MAX = 36
 OPTIONS = EngineOptions(dtype="bf16", lm_head_chunk_tokens=2048)
 STREAMED = replace(OPTIONS, activation_placement="host")
 STATE_BYTES = 12
@@ -304,7 +304,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"))
-    parser.add_argument("--caps", default="4,8,12,24")
+    parser.add_argument("--caps", default="4,24,8,12")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="try the search, on tiny models")
     parser.add_argument("--limit-seconds", type=float, default=120)
