@@ -117,10 +117,11 @@ def frozen_shards(model: ModelConfig, engine: AdapterEngine) -> dict[str, ShardV
     """Give a base, in the form that the engine takes."""
     txn = MemoryStore(poison=False).begin()
     found = {}
-    generator = torch.Generator().manual_seed(0)
+    place = engine.device.torch_device
+    generator = torch.Generator(place).manual_seed(0)
     for stage in build_stages(model):
         tensors = {
-            name: (0.02 * torch.randn(p.shape, generator=generator)).bfloat16()
+            name: (0.02 * torch.randn(p.shape, generator=generator, device=place)).bfloat16()
             for name, p in stage.parameters.items()
         }
         kind = "params"
@@ -158,14 +159,29 @@ def _write(txn: MemoryTransaction, name: str, tensors: dict[str, torch.Tensor]) 
     staged.seal()
 
 
-def measured_bytes(case: Case, name: str) -> int:
+class Bases:
+    """The base of one model at a time: cases that follow one another share it."""
+
+    def __init__(self) -> None:
+        self._key: tuple[ModelConfig, str] | None = None
+        self._shards: dict[str, ShardView] = {}
+
+    def of(self, model: ModelConfig, engine: AdapterEngine) -> dict[str, ShardView]:
+        """Give a model's base."""
+        key = (model, engine.lora.base_quant)
+        if key != self._key:
+            self._key, self._shards = key, frozen_shards(model, engine)
+        return self._shards
+
+
+def measured_bytes(case: Case, name: str, bases: Bases) -> int:
     """Train a few steps on a device and give the peak of the last ones, alone on it."""
     layers.rotary_angles.cache_clear()
     device = Device.from_name(name)
     shape = case.shape
     engine = AdapterEngine(shape.model, shape.options, device, case.lora)
     try:
-        store, frozen = adapters_of(engine), frozen_shards(shape.model, engine)
+        store, frozen = adapters_of(engine), bases.of(shape.model, engine)
         random = np.random.default_rng(0)
         width = (shape.micro_batch_size, shape.seq_len + 1)
         for step in range(1, STEPS + 1):
@@ -185,11 +201,11 @@ def measured_bytes(case: Case, name: str) -> int:
         device.forget_peak()
 
 
-def measured(case: Case, device: str | None) -> Measured:
+def measured(case: Case, device: str | None, bases: Bases) -> Measured:
     """Measure a case and print its line."""
     is_host = device is not None and Device.from_name(device).is_host
     phases = predicted_adapter_phases(case.shape, case.lora, is_host=is_host)
-    peak = None if device is None else measured_bytes(case, device)
+    peak = None if device is None else measured_bytes(case, device, bases)
     fullest = max(phases, key=lambda phase: phases[phase])
     found = Measured(name=case.name, predicted=phases[fullest], peak=peak)
     ratio = "" if found.ratio is None else f"{found.ratio:.4f}"
@@ -215,12 +231,13 @@ def main(words: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    bases = Bases()
     began, found = time.monotonic(), []
     for case in cases(MODELS[given.model]):
         if time.monotonic() - began > given.limit_seconds:
             print(f"{case.name:<28} left out: {given.limit_seconds:.0f} s are over")
             continue
-        found.append(measured(case, device))
+        found.append(measured(case, device, bases))
         if given.json:
             given.json.write_text(json.dumps([asdict(each) for each in found], indent=1))
     ratios = [each.ratio for each in found if each.ratio is not None]
