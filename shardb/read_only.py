@@ -125,6 +125,7 @@ class ReadOnlyStore(Looking):
         cache = ImageCache(pool, UNPACKED_BYTES_MAX)
         packed = PackedObjects(files, self.objects.directory, pool, cache)
         self.objects.open_packed = packed.open
+        self.cache = cache
         self.index = TablesInMemory(self._newest())
 
     def _newest(self) -> DictTables:
@@ -165,6 +166,10 @@ class ReadOnlyStore(Looking):
         wanted = refs.Wanted(ref=ref, branch=branch, snapshot=snapshot, step=step, commit=commit)
         return UnleasedView(self, self.index.read(wanted.find))
 
+    def snapshot(self, name: str) -> UnleasedView:
+        """A view of a snapshot."""
+        return self.at(snapshot=name)
+
     def read_object(self, name: str, entry: ShardEntry) -> ShardView:
         """A view of one object, mapped from its file."""
         with storage_errors(self.files, self.root, f"reading shard {name!r}"):
@@ -190,7 +195,11 @@ class ReadOnlyStore(Looking):
 
 
 class UnleasedView(CommitView):
-    """One commit of a store that is only looked at."""
+    """One commit of a store that is only looked at.
+
+    Who has checked all that was read closes the view before its block ends: then nobody asks
+    whether the commit is still there.
+    """
 
     _store: ReadOnlyStore
 
@@ -204,6 +213,7 @@ class UnleasedView(CommitView):
         trace: TracebackType | None,
     ) -> None:
         """Raise ConflictError when the commit is gone: what was read need not be what it was."""
+        was_open = self._open
         super().__exit__(kind, error, trace)
-        if error is None or isinstance(error, CorruptionError):
+        if was_open and (error is None or isinstance(error, CorruptionError)):
             self._store.check_still_there(self.commit)

@@ -51,6 +51,11 @@ def reason(files: FileSystem, error: OSError) -> str:
     there = IN_THE_WAY.get(error.errno or 0)
     if isinstance(error, PermissionError):
         return f"{error.strerror}; nothing says that it is damaged: run this as its owner, or chmod"
+    if error.errno == errno.EROFS:
+        return (
+            f"{error.strerror}: nothing can be changed through this mount. What only reads works "
+            "(`shardb show`, `ls`, `fsck`); `shardb clone STORE NEW` makes a copy to go on with"
+        )
     if error.errno == errno.EFBIG:
         return f"{error.strerror}: this process may not write files that long: raise `ulimit -f`"
     if there is None and (link := _link_nowhere(files, error)) is not None:

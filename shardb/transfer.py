@@ -2,7 +2,8 @@
 
 Owns what a client calls; `shardb.transfer_receive` does the receiving, `shardb.remote` the same for
 object storage. Copies are incremental by construction: objects that the target holds are not copied
-again, and an interrupted copy goes on where it stopped. The source's commit is leased meanwhile.
+again, and an interrupted copy goes on where it stopped. The source's commit is leased meanwhile,
+or, where the source cannot be written, only looked at: every digest is checked.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 
 from shardb import branching
 from shardb.errors import ConflictError, NotFoundError
-from shardb.read_view import ReadView
+from shardb.read_only import ReadOnlyStore
+from shardb.read_view import CommitView
 from shardb.records import Commit, Record
 from shardb.refs import no_such
 from shardb.state import DEFAULT_BRANCH
@@ -28,6 +30,8 @@ from shardb.transfer_receive import (
 from shardb.transfer_source import StoreSource
 from shardb.transfer_tally import Tally
 
+Source = Store | ReadOnlyStore
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cloned:
@@ -38,7 +42,7 @@ class Cloned:
 
 
 def copy_commit(
-    source: Store,
+    source: Source,
     target: Store,
     ref: str | None = None,
     branch: str | None = None,
@@ -57,8 +61,8 @@ def copy_commit(
 
 
 def copy_leased(
-    source: Store,
-    view: ReadView,
+    source: Source,
+    view: CommitView,
     target: Store,
     branch: str | None = None,
     *,
@@ -67,20 +71,26 @@ def copy_leased(
 ) -> Commit:
     """`copy_commit` of a commit that is leased already."""
     incoming = Incoming(record=record_of(source, view.commit), source=StoreSource(source))
-    return receive_commit(
+    received = receive_commit(
         target,
         incoming,
         branch or view.commit.branch,
         expected_head=expected_head,
         tally=tally,
     )
+    view.close()  # every digest was checked
+    return received
 
 
-def copy_snapshot(source: Store, target: Store, name: str, *, tally: Tally | None = None) -> Commit:
+def copy_snapshot(
+    source: Source, target: Store, name: str, *, tally: Tally | None = None
+) -> Commit:
     """Copy a snapshot under its name. Moves no branch; SnapshotExistsError for another commit."""
     with source.snapshot(name) as view:
         incoming = Incoming(record=record_of(source, view.commit), source=StoreSource(source))
-        return receive_snapshot(target, incoming, name, tally=tally)
+        received = receive_snapshot(target, incoming, name, tally=tally)
+        view.close()
+        return received
 
 
 def branch_of(ref: str | None, commit: Commit, branches: Collection[str]) -> str:
@@ -89,14 +99,14 @@ def branch_of(ref: str | None, commit: Commit, branches: Collection[str]) -> str
     return named if named in branches else commit.branch
 
 
-def record_of(source: Store, commit: Commit) -> Record:
+def record_of(source: Source, commit: Commit) -> Record:
     """The record of a leased commit, with what only records say."""
     found: Record = source.index.read(lambda tables: tables.get("commits", commit.id))
     return found
 
 
 def clone(
-    source: Store,
+    source: Source,
     target: Store,
     *,
     branches: Iterable[str] | None = None,
@@ -140,13 +150,13 @@ def chosen(what: str, wanted: Iterable[str] | None, existing: Mapping[str, objec
     return names
 
 
-def _line(source: Store, branch: str, *, retained: bool) -> list[str]:
+def _line(source: Source, branch: str, *, retained: bool) -> list[str]:
     """The commits of a branch to copy, oldest first; the head is always the last."""
     row = source.index.read(lambda tables: tables.get("branches", branch))
     return list(row["retained"]) if retained else [row["head"]]
 
 
-def _check_part_of(source: Store, target: Store) -> None:
+def _check_part_of(source: Source, target: Store) -> None:
     """Refuse a target that holds another run: a clone is a new store."""
     heads = source.branches()
     for name, commit in target.branches().items():

@@ -21,7 +21,7 @@ from shardb.records import Record
 from shardb.storage_errors import storage_errors
 
 if TYPE_CHECKING:
-    from shardb.store import Store
+    from shardb.looking import Looking
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +153,7 @@ def past_step(record: Record) -> PastStep:
     )
 
 
-def lineage(store: Store, commit: str, ends: Collection[str]) -> Lineage:
+def lineage(store: Looking, commit: str, ends: Collection[str]) -> Lineage:
     """Walk a store's log back from `commit` to the first of `ends`, or to the beginning.
 
     Where a part of the log cannot be read, the walk ends there and `complete` is False. Raises
@@ -168,7 +168,7 @@ def lineage(store: Store, commit: str, ends: Collection[str]) -> Lineage:
     return walk.lineage()
 
 
-def _commits_backward(store: Store) -> Iterator[Record]:
+def _commits_backward(store: Looking) -> Iterator[Record]:
     """Commit records of a log, newest first; it ends where a segment is missing or unreadable."""
     newer: int | None = None
     for sequence in reversed(store.log.sequences()):

@@ -19,6 +19,7 @@ from shardb.buffers import BufferPool
 from shardb.errors import ObjectCorruptError
 from shardb.filesystem import READ, FileSystem, closing, open_direct
 from shardb.objects import DIRECT_THRESHOLD_BYTES, chunks_of
+from shardb.read_only import ReadOnlyStore
 from shardb.records import ShardEntry
 from shardb.storage_errors import storage_errors
 from shardb.store import Store
@@ -62,9 +63,9 @@ class CommitSource(Protocol):
 
 
 class StoreSource:
-    """A store on a path. The caller has leased the commit whose objects are read."""
+    """A store on a path. The caller has leased the commit whose objects are read, if it can."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store | ReadOnlyStore) -> None:
         self._store = store
         self._buffers = BufferPool(_KEPT_BYTES)
 

@@ -9,7 +9,7 @@ import typer
 import shardb
 from shardb.cli.places import JsonOption, NetworkOption
 from shardb.cli.printing import print_json
-from shardb.cli.transfer import check_names, open_end
+from shardb.cli.transfer import check_names, open_end, open_origin
 from shardb.cli.transfer_display import TransferDisplay
 from shardb.errors import UsageError
 from shardb.remote.clone import clone_from, clone_to
@@ -42,7 +42,8 @@ def clone(
     """Copy a whole store: its branches, its snapshots and its retention policy.
 
     This is the way to copy a store, also beside a live `train`. `cp -r` is not: it reads the log,
-    the index and the objects at different moments, and what it copies need not fit together.
+    the index and the objects at different moments, and what it copies need not fit together. SOURCE
+    may be a store that cannot be written, on a read-only mount for instance.
 
     \b
     Examples:
@@ -57,10 +58,10 @@ def clone(
         raise UsageError("clone from a URL to a path first, then push from there")
     if retained and (is_url(source) or is_url(target)):
         raise UsageError("--retained is for clones between paths; name what to keep by --snapshot")
-    with TransferDisplay() as display, open_end(source, allow_network=allow_network) as origin:
+    with TransferDisplay() as display, open_origin(source, allow_network=allow_network) as origin:
         for name in snapshot or ():
             check_names(origin, None, [name])
-        with open_end(target, create=True, allow_network=allow_network) as end:
+        with open_end(target, allow_network=allow_network) as end:
             chosen: dict[str, Any] = {"branches": branch, "snapshots": snapshot}
             chosen["tally"] = display.tally
             if isinstance(origin, RemoteStore):

@@ -15,13 +15,14 @@ from shardb.cli.places import JsonOption, NetworkOption, store_path
 from shardb.cli.printing import print_json
 from shardb.cli.transfer_display import TransferDisplay
 from shardb.errors import NotFoundError, UsageError
+from shardb.read_only import open_to_look
 from shardb.records import Commit
 from shardb.refs import no_such
 from shardb.remote.pull import pull_commit, pull_snapshot
 from shardb.remote.push import push_commit, push_snapshot
 from shardb.remote.repository import RemoteStore
 from shardb.remote.urls import is_url, open_remote
-from shardb.transfer import branch_of, copy_commit, copy_snapshot
+from shardb.transfer import Source, branch_of, copy_commit, copy_snapshot
 from shardb.transfer_tally import Tally
 
 RefOption = Annotated[
@@ -37,6 +38,7 @@ SnapshotsOption = Annotated[
     typer.Option("--snapshot", metavar="NAME", help="Copy this snapshot; may be repeated."),
 ]
 End = shardb.Store | RemoteStore
+Origin = Source | RemoteStore
 
 
 def push(
@@ -71,10 +73,10 @@ def push(
     root, target = two_places(words, "TARGET")
     with (
         TransferDisplay() as display,
-        shardb.open(root, allow_network=allow_network) as source,
+        open_to_look(root, allow_network=allow_network) as source,
     ):
         check_names(source, ref, snapshot)
-        with open_end(target, create=True, allow_network=allow_network) as end:
+        with open_end(target, allow_network=allow_network) as end:
             copied = _copy(
                 source, end, ref=ref, branch=branch, snapshots=snapshot, tally=display.tally
             )
@@ -110,7 +112,7 @@ def pull(
     """
     root, source = two_places(words, "SOURCE")
     named = len(words or []) > 1
-    with TransferDisplay() as display, open_end(source, allow_network=allow_network) as end:
+    with TransferDisplay() as display, open_origin(source, allow_network=allow_network) as end:
         check_names(end, ref, snapshot)
         with shardb.open(root, create=named, allow_network=allow_network) as target:
             copied = _copy(
@@ -145,16 +147,26 @@ def two_places(words: Sequence[str] | None, name: str) -> tuple[str, str]:
 
 
 @contextmanager
-def open_end(text: str, *, create: bool = False, allow_network: bool) -> Iterator[End]:
-    """Open the other end of a transfer."""
+def open_end(text: str, *, allow_network: bool) -> Iterator[End]:
+    """Open what is copied to; it is made where there is nothing."""
     if is_url(text):
-        yield open_remote(text, create=create)
+        yield open_remote(text, create=True)
         return
-    with shardb.open(os.path.abspath(text), create=create, allow_network=allow_network) as store:
+    with shardb.open(os.path.abspath(text), create=True, allow_network=allow_network) as store:
         yield store
 
 
-def check_names(end: End, ref: str | None, snapshots: Sequence[str] | None) -> None:
+@contextmanager
+def open_origin(text: str, *, allow_network: bool) -> Iterator[Origin]:
+    """Open what is copied from; a store that cannot be written is only looked at."""
+    if is_url(text):
+        yield open_remote(text, create=False)
+        return
+    with open_to_look(os.path.abspath(text), allow_network=allow_network) as store:
+        yield store
+
+
+def check_names(end: Origin, ref: str | None, snapshots: Sequence[str] | None) -> None:
     """Refuse unknown names before anything is made or copied."""
     if ref is not None or not snapshots:
         end.resolve(ref)
@@ -164,7 +176,7 @@ def check_names(end: End, ref: str | None, snapshots: Sequence[str] | None) -> N
 
 
 def _copy(
-    source: End,
+    source: Origin,
     target: End,
     *,
     ref: str | None,
@@ -182,7 +194,7 @@ def _copy(
 
 
 def _copy_commit(
-    source: End, target: End, ref: str | None, branch: str | None, tally: Tally
+    source: Origin, target: End, ref: str | None, branch: str | None, tally: Tally
 ) -> Commit:
     if isinstance(source, RemoteStore):
         assert isinstance(target, shardb.Store)
@@ -192,7 +204,7 @@ def _copy_commit(
     return copy_commit(source, target, ref, branch, tally=tally)
 
 
-def _copy_snapshot(source: End, target: End, name: str, tally: Tally) -> Commit:
+def _copy_snapshot(source: Origin, target: End, name: str, tally: Tally) -> Commit:
     if isinstance(source, RemoteStore):
         assert isinstance(target, shardb.Store)
         return pull_snapshot(source, target, name, tally=tally)

@@ -14,13 +14,13 @@ from shardb.remote.pull import RemoteSource, pull_commit, pull_snapshot
 from shardb.remote.push import push_commit, push_snapshot
 from shardb.remote.repository import RemoteStore
 from shardb.store import Store
-from shardb.transfer import Cloned, chosen
+from shardb.transfer import Cloned, Source, chosen
 from shardb.transfer_lineage import lineage
 from shardb.transfer_tally import Tally
 
 
 def clone_to(
-    source: Store,
+    source: Source,
     remote: RemoteStore,
     *,
     branches: Iterable[str] | None = None,

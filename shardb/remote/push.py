@@ -24,8 +24,7 @@ from shardb.records import Commit, ShardEntry
 from shardb.remote import layout
 from shardb.remote.pull import RemoteSource
 from shardb.remote.repository import Head, RemoteStore
-from shardb.store import Store
-from shardb.transfer import branch_of, record_of
+from shardb.transfer import Source, branch_of, record_of
 from shardb.transfer_lineage import Lineage
 from shardb.transfer_objects import TransferStoppedError
 from shardb.transfer_receive import (
@@ -48,7 +47,7 @@ MOVES_MAX = 20
 
 
 def push_commit(
-    source: Store,
+    source: Source,
     remote: RemoteStore,
     ref: str | None = None,
     branch: str | None = None,
@@ -66,16 +65,18 @@ def push_commit(
         branch = branch or branch_of(ref, view.commit, source.branches())
         check_name(branch, "branch")
         _Push(incoming, remote, tally or Tally()).to_branch(branch, expected_head)
+        view.close()  # every digest was checked
         return view.commit
 
 
 def push_snapshot(
-    source: Store, remote: RemoteStore, name: str, *, tally: Tally | None = None
+    source: Source, remote: RemoteStore, name: str, *, tally: Tally | None = None
 ) -> Commit:
     """Copy a snapshot under its name; SnapshotExistsError when it pins another commit there."""
     with source.snapshot(name) as view:
         incoming = Incoming(record=record_of(source, view.commit), source=StoreSource(source))
         _Push(incoming, remote, tally or Tally()).to_snapshot(name)
+        view.close()
         return view.commit
 
 

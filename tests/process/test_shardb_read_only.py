@@ -58,6 +58,29 @@ def test_are_the_changing_verbs_refused_in_one_line(mounted: Path, verb: list[st
     assert answer.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("target", ["copy", "file:///{}/copy"])
+def test_is_such_a_store_copied_from(mounted: Path, tmp_path: Path, target: str) -> None:
+    """Nobody can change it through this mount, so no lease is needed; digests are checked."""
+    before, end = tree(mounted), target.format(tmp_path) if ":" in target else tmp_path / target
+    for command in (["clone", mounted, end], ["push", mounted, end, "--snapshot", "step-2"]):
+        answer = shardb_command(command[0], *command[1:])
+        assert answer.code == 0, answer.err
+    answer = shardb_command("pull", tmp_path / "pulled", mounted if end == target else end)
+    assert answer.code == 0, answer.err
+    assert tree(mounted) == before
+    right = shardb_command("show", mounted, "--json").json
+    found = shardb_command("show", tmp_path / "pulled", "--json").json
+    assert (found["commit"], found["shards"]) == (right["commit"], right["shards"])
+
+
+@pytest.mark.parametrize("verb", [["recover"], ["pack", "step-2"]])
+def test_do_changing_verbs_name_the_way_round(mounted: Path, verb: list[str]) -> None:
+    answer = shardb_command(verb[0], mounted, *verb[1:])
+    assert answer.code == 7
+    assert "nothing can be changed through this mount" in answer.err
+    assert "shardb clone" in answer.err
+
+
 def test_are_a_writer_and_its_new_steps_seen(mounted: Path, root: Path) -> None:
     with started(hold_writer, root) as writer:
         assert writer.line() == "writing"

@@ -24,6 +24,7 @@ from shardb.format import encode_format
 from shardb.pack import pack_snapshots
 from shardb.read_only import ReadOnlyStore, open_to_look
 from shardb.store import Store
+from shardb.transfer import copy_commit
 from tests.support.read_only import RefusingFiles
 from tests.support.small_stores import flip_bit
 from tests.support.stores import InterposedFiles, commit_step, copied, last_segment, values_of
@@ -168,6 +169,22 @@ def test_is_a_commit_that_a_writer_retires_told(run: Path) -> None:
     read_beside(6)  # the control: step 5 goes with the second one
     with pytest.raises(ConflictError, match="retired while it was read"):
         read_beside(7)
+
+
+def test_is_a_copy_whole_or_told_that_its_commit_went(run: Path, tmp_path: Path) -> None:
+    """What was copied whole needs no lease afterwards; what could not be is no damage."""
+    with shardb.open(tmp_path / "copy", create=True) as target, shardb.open(run) as writer:
+        with looked_at(run) as store:
+            assert copy_commit(store, target).step == 5
+            commit_step(writer, 6)
+            commit_step(writer, 7)
+            assert copy_commit(store, target).step == 5, "it is there already"
+        with shardb.open(tmp_path / "other", create=True) as other, looked_at(run) as store:
+            commit_step(writer, 8)
+            commit_step(writer, 9)
+            with pytest.raises(ConflictError, match="retired while it was read"):
+                copy_commit(store, other)
+            assert other.branches() == {}
 
 
 def test_are_two_names_for_one_thing_refused(run: Path) -> None:
