@@ -92,15 +92,16 @@ def test_does_the_next_publish_wait(
 
 
 def test_is_an_error_told_by_the_next_call(source: shardb.Store, target: shardb.Store) -> None:
-    entry = source.resolve("main").shards["params/block_000"]
+    first = source.resolve("main")
+    entry = first.shards["params/block_000"]
+    commit(source, 1)
     source.cache.pop(entry.digest)
     path = Path(source.objects.path(entry.digest))
     with path.open("r+b") as file:
         file.seek(9000)
         file.write(b"rot")
     publisher = Publisher(source, target)
-    publisher.publish()
-    commit(source, 1)
+    publisher.publish(first)
     with pytest.raises(ObjectCorruptError):
         publisher.publish()
     publisher.publish()  # told once; the next commit is whole
