@@ -1,8 +1,9 @@
 """Names of commits, and the one resolver for them.
 
-A REF is a branch, a snapshot, `step-N` (the retained commit of step N: on `main` if it is there,
-else on the one branch that has it), a commit id or a prefix of one of at least 4 characters. No REF
-means the head of `main`. Owns the one error that says what exists instead.
+A REF is a commit's whole id, a snapshot, a branch, `step-N` (the retained commit of step N: on
+`main` if it is there, else on the one branch that has it), or the beginning of an id, of at least 4
+characters: looked for in this order, so no name hides a commit whose id is given. No REF means the
+head of `main`. Owns the one error that says what exists instead.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from shardb.records import Commit
 from shardb.state import DEFAULT_BRANCH, Tables
 
 STEP_PATTERN = re.compile(r"^step-([0-9]{1,18})\Z")
+ID_PATTERN = re.compile(r"^[0-9a-fA-F]{32}\Z")
+HEX_PATTERN = re.compile(r"^[0-9a-fA-F]+\Z")
 PREFIX_LENGTH_MIN = 4
 SHOWN_MAX = 12
 
@@ -53,6 +56,8 @@ def resolve(tables: Tables, ref: str | None, *, branch: str = DEFAULT_BRANCH) ->
         ref = DEFAULT_BRANCH
         if tables.get("branches", ref) is None:
             raise NotFoundError("the store has no commit yet; start a run with `train --store …`")
+    if ID_PATTERN.match(ref) and (whole := _live(tables, ref)) is not None:
+        return whole
     snapshot, row = tables.get("snapshots", ref), tables.get("branches", ref)
     if snapshot is not None:
         return _commit(tables, snapshot["commit"])
@@ -135,7 +140,9 @@ def snapshot_target(tables: Tables, name: str, ref: str | None) -> Commit:
     """The commit that a snapshot of this name pins; UsageError when name and ref contradict."""
     match = STEP_PATTERN.match(name)
     if match is None:
-        return resolve(tables, ref)
+        commit = resolve(tables, ref)
+        _check_hides_none(tables, name, commit)
+        return commit
     existing = tables.get("snapshots", name)
     if existing is not None and ref is None:
         return _commit(tables, existing["commit"])
@@ -155,6 +162,21 @@ def check_new_branch(tables: Tables, name: str) -> None:
         raise UsageError(f"branch {name!r}: names of the form step-N mean steps; choose another")
     if tables.get("snapshots", name) is not None:
         raise ConflictError(f"{name!r} is a snapshot; choose another name for the branch")
+    _check_hides_none(tables, name, None)
+
+
+def _check_hides_none(tables: Tables, name: str, meant: Commit | None) -> None:
+    """Refuse a name that reads as the id of another commit than the one it is for."""
+    if ID_PATTERN.match(name):
+        raise UsageError(f"{name!r} has the form of a commit id; choose another name")
+    if not HEX_PATTERN.match(name):
+        return
+    hidden = [c for c in live_commits(tables) if _is_prefix(name, c.id)]
+    if any(meant is None or commit.id != meant.id for commit in hidden):
+        raise UsageError(
+            f"{name!r} is the beginning of commit {hidden[0].id} (step {hidden[0].step}), which it "
+            "would hide; choose another name"
+        )
 
 
 def no_such(what: str, name: str, existing: Iterable[str]) -> str:
@@ -168,6 +190,13 @@ def no_such(what: str, name: str, existing: Iterable[str]) -> str:
 
 def _is_prefix(ref: str, commit: str) -> bool:
     return len(ref) >= PREFIX_LENGTH_MIN and commit.startswith(ref.lower())
+
+
+def _live(tables: Tables, commit: str) -> Commit | None:
+    """A retained commit by its whole id."""
+    key = commit.lower()
+    is_there = tables.get("commits", key) is not None and tables.get("condemned", key) is None
+    return _commit(tables, key) if is_there else None
 
 
 def _commit(tables: Tables, commit: str) -> Commit:

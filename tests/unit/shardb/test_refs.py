@@ -200,6 +200,35 @@ def test_is_a_snapshot_refused_whose_name_lies(tables: DictTables) -> None:
         refs.snapshot_target(tables, "step-9", None)
 
 
+@pytest.mark.parametrize("name", [C1, C1.upper(), "ef" * 16])
+def test_is_no_new_name_of_the_form_of_an_id(tables: DictTables, name: str) -> None:
+    for ref in (None, C1, C3):
+        with pytest.raises(UsageError, match="has the form of a commit id"):
+            refs.snapshot_target(tables, name, ref)
+    with pytest.raises(UsageError, match="has the form of a commit id"):
+        refs.check_new_branch(tables, name)
+
+
+def test_is_no_new_name_the_beginning_of_another_commits_id(tables: DictTables) -> None:
+    with pytest.raises(UsageError, match=f"beginning of commit {C3} .step 3., which it would hide"):
+        refs.snapshot_target(tables, "bbbb3", C1)
+    with pytest.raises(UsageError, match="would hide"):
+        refs.check_new_branch(tables, "AAAA")
+    assert refs.snapshot_target(tables, "bbbb3", C3).id == C3, "its own may name it"
+    assert refs.snapshot_target(tables, "cafe", C1).id == C1
+    assert refs.check_new_branch(tables, "aaa") is None, "too short for an id"
+
+
+def test_does_a_whole_id_mean_its_commit_whatever_has_its_name(tables: DictTables) -> None:
+    """Earlier versions took such names; what says how to undo a rewind gives whole ids."""
+    state.apply(tables, record("snapshot", name=C1, commit=C3))
+    state.apply(tables, record("snapshot", name="aaaa1", commit=C3))
+    assert refs.resolve(tables, C1).id == C1
+    assert refs.resolve(tables, "aaaa1").id == C3, "a name goes before the beginning of an id"
+    assert Wanted(snapshot=C1).find(tables).id == C3
+    assert refs.resolve(tables, C1.upper()).id == C1
+
+
 def test_is_a_branch_refused_that_would_hide_something(tables: DictTables) -> None:
     assert refs.check_new_branch(tables, "fresh") is None
     with pytest.raises(UsageError, match="mean steps"):
