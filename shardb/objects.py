@@ -275,8 +275,8 @@ class ObjectFiles:
         self.verified.forget(staged.digest)  # a file is checked when it is first read
         if staged.buffer is not None:
             staged.buffer.path = self.path(staged.digest)
-            if staged.buffer.stamp is not None:
-                self.verified.note(staged.digest, staged.buffer.stamp)
+            assert staged.buffer.stamp is not None, "what maps a file has its stamp"
+            self.verified.note(staged.digest, staged.buffer.stamp)
 
     def sync_directory(self) -> None:
         self.files.sync_directory(self.directory)
