@@ -58,6 +58,31 @@ def test_less_room_gives_smaller_steps_of_the_same_rows(monkeypatch: pytest.Monk
         fit(SHAPE, budget)
 
 
+def test_of_many_ways_to_cut_the_rows_few_are_tried() -> None:
+    rows = replace(SHAPE, micro_batch_size=720_720, accumulation=1)  # it has 240 divisors
+    tried: list[StepShape] = []
+
+    def predict(shape: StepShape) -> int:
+        tried.append(shape)
+        kept = 10 if shape.options.activations == "keep" else 1
+        return shape.micro_batch_size * kept + shape.options.lm_head_chunk_tokens
+
+    for budget in (10**9, 50_000, 9_000, 4_200, 300):
+        tried.clear()
+        found = fit(rows, budget, predict=predict)
+        assert len(tried) < 60
+        best = [size for size in range(1, 720_721) if 720_720 % size == 0]
+        size, options = found.shape.micro_batch_size, found.shape.options
+        larger = best[best.index(size) + 1 :]
+        assert found.bytes <= budget
+        for more in larger[:1]:
+            assert predict(replace(found.shape, micro_batch_size=more)) > budget, options
+    tried.clear()
+    with pytest.raises(InputError, match="the least is 257 bytes"):
+        fit(rows, 200, predict=predict)
+    assert len(tried) < 60
+
+
 def line(name: str, needed: float, available: float | None) -> BudgetLine:
     return BudgetLine(name=name, needed=needed, available=available, text="t", remedy="--flag")
 
