@@ -34,6 +34,10 @@ from trainer.vram import StepShape
 COPIES = 3
 # Log, index pages and the reserve of a store, whatever the model's size.
 STORE_OVERHEAD_BYTES = 32 << 20
+# An empty store's log, index and reserve; then what one step adds to log and index together.
+STORE_LEAST_BYTES = 2 << 20
+RECORD_BYTES = 4096
+RECORD_SHARD_BYTES = 512
 # Python, torch and their libraries, measured at the first step of a tiny model.
 RUNTIME_BYTES = 400 << 20
 # Between tensors the C library's heap has holes: a process took up to 3.4 times what its tensors
@@ -58,6 +62,7 @@ class Budget:
     placement_why: str = ""
     boundary_bytes: int = 0
     spill_bytes: int = 0
+    overhead_bytes: int = STORE_OVERHEAD_BYTES  # log and index
     base_bytes: int = 0  # frozen shards: there is one copy, whatever is trained beside it
 
     @property
@@ -69,14 +74,14 @@ class Budget:
     def store_bytes(self) -> int:
         """The most that the store holds at a time."""
         trained_bytes = (COPIES + self.snapshots) * self.commit_bytes
-        return trained_bytes + self.base_bytes + STORE_OVERHEAD_BYTES
+        return trained_bytes + self.base_bytes + self.overhead_bytes
 
     @property
     def active_bytes(self) -> int:
         """The most that the active store holds at a time; 0 without one."""
         if not self.active_copies:
             return 0
-        return self.active_copies * self.commit_bytes + self.base_bytes + STORE_OVERHEAD_BYTES
+        return self.active_copies * self.commit_bytes + self.base_bytes + self.overhead_bytes
 
     @property
     def memory_bytes(self) -> int:
@@ -88,9 +93,11 @@ def budget_of(recipe: Recipe, settings: Settings, store: Path | None = None) -> 
     """Work out the budgets of a run; `store` tells whether it lies on a RAM disk."""
     every, stop = settings.snapshot_every, settings.max_steps
     activations = _activations(recipe, settings)
+    shards = shard_bytes(recipe.model, forms_of(recipe))
     without_disk = Budget(
         parameter_count=parameter_count(recipe.model),
-        shards=shard_bytes(recipe.model, forms_of(recipe)),
+        shards=shards,
+        overhead_bytes=_overhead_bytes(stop, len(shards)),
         snapshots=(stop // every if every and stop else 0) + settings.snapshot_best,
         memory=_memory(recipe, settings, activations),
         activations=activations,
@@ -156,13 +163,31 @@ def check_space(budget: Budget, store: Path, active: Path | None = None) -> None
         spilled = f", {in_bytes(budget.spill_bytes)} for activations" if budget.spill_bytes else ""
         raise StorageFullError(
             f"{store}: the store needs {in_bytes(needed_bytes)} ({COPIES} copies of"
-            f" {in_bytes(budget.commit_bytes)}{pinned}, {in_bytes(STORE_OVERHEAD_BYTES)} for log"
+            f" {in_bytes(budget.commit_bytes)}{pinned}, {in_bytes(budget.overhead_bytes)} for log"
             f" and index{spilled}), but {in_bytes(free_bytes)} are free on"
             f" {folder}"
             + (f" beside the {in_bytes(held_bytes)} it has" if held_bytes else "")
-            + ": free some, take another --store, or a smaller model",
+            + f": free some, {_ways_round(store, held_bytes)}",
             path=str(store),
         )
+
+
+def _ways_round(store: Path, held_bytes: int) -> str:
+    """What makes a run need less; a store that is there cannot become another model."""
+    if not held_bytes:
+        return "take another --store, raise --snapshot-every, or take a smaller model"
+    return (
+        "raise --snapshot-every, lower --max-steps, drop or pack snapshots (`shardb rm`, `shardb"
+        f" gc`, `shardb pack`), or go on elsewhere: `shardb clone {store} NEW`"
+    )
+
+
+def _overhead_bytes(stop: int | None, shards: int) -> int:
+    """What log and index of a run need at most, generously; a run without an end needs them all."""
+    if stop is None:
+        return STORE_OVERHEAD_BYTES
+    grown_bytes = stop * (RECORD_BYTES + shards * RECORD_SHARD_BYTES)
+    return min(STORE_OVERHEAD_BYTES, STORE_LEAST_BYTES + grown_bytes)
 
 
 def _check_active_space(budget: Budget, store: Path, active: Path) -> None:
@@ -178,7 +203,7 @@ def _check_active_space(budget: Budget, store: Path, active: Path) -> None:
         raise StorageFullError(
             f"{active}: the {what} {folder} needs {in_bytes(budget.active_bytes)}"
             f" ({budget.active_copies} copies of {in_bytes(budget.commit_bytes)},"
-            f" {in_bytes(STORE_OVERHEAD_BYTES)} for log and index){shared}, but has room for"
+            f" {in_bytes(budget.overhead_bytes)} for log and index){shared}, but has room for"
             f" {in_bytes(room_bytes)}: make it larger, lower --active-copies (2 is the least), or"
             " train without --active",
             path=str(active),
@@ -279,9 +304,9 @@ def _free_bytes(folder: Path) -> int:
 
 
 def _held_bytes(store: Path) -> int:
-    """Bytes of objects and spare files, which a resumed run reuses."""
+    """Bytes of objects and spare files, which a resumed run reuses, and of its log and index."""
     held_bytes = 0
-    for folder in (store / "objects", store / "spare"):
+    for folder in (store / name for name in ("objects", "spare", "wal", "index")):
         for entry in os.scandir(folder) if folder.is_dir() else ():
             # A live writer renames files all the time; it is told of later, by the branch's lock.
             with suppress(FileNotFoundError):

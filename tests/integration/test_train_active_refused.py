@@ -120,7 +120,7 @@ def test_a_ram_disk_that_is_too_small_is_refused_by_name_before_anything_is_made
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    room = {str(active.parent): 8 << 20}
+    room = {str(active.parent): 1 << 20}
     true_free = budget._free_bytes
     monkeypatch.setattr(
         budget, "_free_bytes", lambda folder: room.get(str(folder), true_free(folder))
@@ -134,7 +134,8 @@ def test_a_ram_disk_that_is_too_small_is_refused_by_name_before_anything_is_made
     assert not active.exists()
     # The memory that the RAM disk takes is counted as memory.
     monkeypatch.setattr(budget, "machine_memory", lambda: (8 << 30, 8 << 30))
-    monkeypatch.setattr(budget, "STORE_OVERHEAD_BYTES", 9 << 30)
+    for name in ("STORE_LEAST_BYTES", "STORE_OVERHEAD_BYTES"):
+        monkeypatch.setattr(budget, name, 9 << 30)
     monkeypatch.setattr(budget, "_free_bytes", lambda _: 99 << 30)
     assert train_here(arguments(store, data, *flags)) == 2
     assert "most of it for the RAM disk" in capsys.readouterr().err

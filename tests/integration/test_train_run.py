@@ -62,6 +62,9 @@ def test_a_dry_run_tells_exact_sizes_and_makes_nothing(
     assert report["budget"]["bytes_written_per_step"] == sum(made.values())
     held = sum(f.stat().st_size for part in ("objects", "spare") for f in (store / part).iterdir())
     assert held <= report["budget"]["store_bytes"]
+    log = sum(f.stat().st_size for part in ("wal", "index") for f in (store / part).iterdir())
+    shards = 3 * report["budget"]["bytes_written_per_step"]
+    assert log + (store / "reserve").stat().st_size <= report["budget"]["store_bytes"] - shards
 
 
 def test_each_line_has_what_scripts_read(data: Path, tmp_path: Path) -> None:

@@ -34,7 +34,8 @@ def test_the_store_holds_three_copies_and_the_snapshots() -> None:
     assert least < budget.commit_bytes <= least + len(budget.shards) * 8192
     pinned = budget_of(*run_of(max_steps=1000, snapshot_every=100))
     assert pinned.snapshots == 10
-    assert pinned.store_bytes - budget.store_bytes == 10 * budget.commit_bytes
+    ended = budget_of(*run_of(max_steps=1000))
+    assert pinned.store_bytes - ended.store_bytes == 10 * budget.commit_bytes
     assert budget.store_bytes > COPIES * budget.commit_bytes
 
 
@@ -98,6 +99,24 @@ def test_what_the_store_holds_already_counts_as_room(
         file.truncate(budget.store_bytes)
     check_space(budget, tmp_path)
     assert budget.store_bytes > 1 << 20
+
+
+def test_log_and_index_are_asked_for_as_a_run_needs_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of a few steps does not need what one without an end may; what is there is counted."""
+    few, many, endless = (budget_of(*run_of(max_steps=stop)) for stop in (10, 10**6, None))
+    assert few.overhead_bytes < endless.overhead_bytes / 4
+    assert many.overhead_bytes == endless.overhead_bytes == budgets.STORE_OVERHEAD_BYTES
+    budget = small_budget(gradients=1)
+    monkeypatch.setattr(budgets, "_free_bytes", lambda _: 1 << 20)
+    for name in ("objects", "wal", "index"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "one").write_bytes(bytes(1000))
+    with pytest.raises(StorageFullError, match=r"raise --snapshot-every.*`shardb pack`.*clone"):
+        check_space(budget, tmp_path)
+    os.truncate(tmp_path / "wal" / "one", budget.store_bytes)
+    check_space(budget, tmp_path)
 
 
 def test_files_that_a_live_writer_renames_are_not_missed(
