@@ -158,11 +158,16 @@ def measured(asked: argparse.Namespace, package: Path, work: Path) -> dict[str, 
             pipes["env"] = {**os.environ, "TMPDIR": str(work)}
             arm = arms[name] = Arm(process=subprocess.Popen(call, text=True, **pipes))
             arm.ready_seconds = arm.answer()["ready_seconds"]
+            print(f"{name}: ready in {arm.ready_seconds:.1f} s", file=sys.stderr, flush=True)
         for index in range(asked.rounds + 1):
             for count in asked.accumulation:
                 batches = [next(rows) for _ in range(count)]
                 for name in ARMS if index % 2 else reversed(ARMS):
-                    arms[name].steps.setdefault(count, []).append(arms[name].step(batches))
+                    found = arms[name].step(batches)
+                    arms[name].steps.setdefault(count, []).append(found)
+                    print(
+                        f"{name} x {count}: {found['seconds']:.3g} s", file=sys.stderr, flush=True
+                    )
     finally:
         for arm in arms.values():
             arm.process.kill()

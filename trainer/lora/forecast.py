@@ -39,7 +39,7 @@ class Bracket:
     def text(self) -> str:
         """Say it for people."""
         return (
-            f"{self.least:,.3g} to {self.most:,.3g} tokens/s forecast from matrix products and"
+            f"{_rounded(self.least)} to {_rounded(self.most)} tokens/s forecast from matrix products and"
             " copies measured on this machine: no promise"
         )
 
@@ -77,3 +77,8 @@ def bracket(recipe: Recipe, lora: LoraSettings, base_bytes: int, ceiling: Ceilin
     return Bracket(
         least=tokens / (computing / HALF + copying), most=tokens / max(computing, copying)
     )
+
+
+def _rounded(value: float) -> str:
+    """Give three digits of a number, written out."""
+    return f"{float(f'{value:.3g}'):,.6g}" if value < 100 else f"{int(float(f'{value:.3g}')):,}"

@@ -15,7 +15,7 @@ from trainer.disk_kind import Disk
 from trainer.errors import InputError
 from trainer.found import find_run
 from trainer.lora.base_tier import DISK_CACHE_BYTES, chosen_tier, tier_text
-from trainer.lora.forecast import bracket, token_operations
+from trainer.lora.forecast import Bracket, bracket, token_operations
 from trainer.plan import Plan, make_plan
 
 NVME = Disk(kind="nvme", why="nvme0n1")
@@ -103,6 +103,7 @@ def test_the_bracket_is_of_operations_and_copies(asked: list[str]) -> None:
     found = bracket(recipe, lora, 0, rates)
     assert found.most == pytest.approx(1e9 / token_operations(recipe, lora))
     assert found.least == pytest.approx(found.most / 2)
+    assert Bracket(least=9.876, most=8041.7).text.startswith("9.88 to 8,040 tokens/s forecast")
     copied = bracket(recipe, lora, 5 * 10**8, rates)  # a thousand seconds a step
     tokens = recipe.rows_per_step * recipe.seq_len
     assert copied.most == pytest.approx(tokens / 1000)
