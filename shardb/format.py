@@ -50,7 +50,8 @@ def decode_format(data: bytes, path: str) -> Format:
         magic, version, store_id = fields["magic"], fields["version"], fields["store_id"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FormatError(
-            f"{path}: damaged ({error}); put the file back from a copy, or run `shardb repair`",
+            f"{path}: damaged (it does not hold the fields of a FORMAT file); put the file back "
+            "from a copy, or run `shardb repair`",
             path=path,
         ) from error
     if checksum != _checksum(fields) or type(version) is not int or type(store_id) is not str:
@@ -120,6 +121,9 @@ def _why_unreadable(files: FileSystem, root: str, error: OSError) -> ShardbError
     if files.exists(f"{root}/wal"):
         beside = "missing, but there is a log beside it"
         return FormatError(f"{path}: {beside}; {remedy}", path=path)
+    if leads_nowhere(files, root):
+        there = "there is no store here: this is a link that leads nowhere; mount or bring back"
+        return NotFoundError(f"{root}: {there} what it leads to", path=root)
     return NotFoundError(
         f"{root}: there is no store here; make one with `shardb init {root}`", path=root
     )

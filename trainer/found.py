@@ -167,6 +167,11 @@ def _refuse_lost_head(store: Store, branch: str) -> None:
 
 def _check_may_begin(path: Path, branch: str, from_ref: str | None) -> None:
     """Refuse a place where no run may begin."""
+    if path.is_symlink() and not path.exists():
+        raise InputError(
+            f"--store {path}: this is a link that leads nowhere: mount or bring back what it leads"
+            " to, or give another --store"
+        )
     logged_step = last_logged_step(log_folder(path, branch))
     if logged_step > 0:
         raise InputError(

@@ -42,7 +42,7 @@ from trainer.run import Run, RunLogs
 from trainer.run_shards import lines_since
 from trainer.scalar_writer import open_scalars, writer_class
 from trainer.signals import StopRequest
-from trainer.step_log import log_folder, open_step_log
+from trainer.step_log import last_durable_step, log_folder, open_step_log
 from trainer.tiers import Tiers
 from trainer.tracing import RunTrace
 from trainer.watchdog import Watchdog
@@ -236,6 +236,8 @@ def _say_start(plan: Plan, tiers: Tiers, head: Commit, progress: Progress) -> No
     report = tiers.durable.recovery
     for part in (*report.dropped, *report.warnings):
         progress.note(f"warning: {part['what']}: {part['path']}: {part['why']}")
+    if (lost := _lost_text(plan, tiers)) is not None:
+        progress.note(f"warning: {lost}")
     how = "begins" if head.step == 0 else f"goes on after step {head.step}"
     stop = plan.settings.max_steps
     until = "until interrupted (each step is kept)" if stop is None else f"to step {stop:,}"
@@ -244,6 +246,30 @@ def _say_start(plan: Plan, tiers: Tiers, head: Commit, progress: Progress) -> No
     progress.note(
         f"{plan.store}:{branch} {plan.budget.parameter_count:,} {_what(plan.recipe)} in"
         f" {len(plan.budget.shards)} shards on {plan.recipe.device}{where}; {how}, {until}"
+    )
+
+
+def _lost_text(plan: Plan, tiers: Tiers) -> str | None:
+    """Say that durable steps are gone which nobody rewound: a log cut off to the byte looks whole.
+
+    The step log tells them until it is opened, and loses them then.
+    """
+    logged_step = last_durable_step(log_folder(plan.store, tiers.branch))
+    step = tiers.durable.branches()[tiers.branch].step
+    if logged_step <= step or _was_rewound(tiers):
+        return None
+    return (
+        f"{plan.store}: step {logged_step} was durable once, says logs/steps.jsonl, and the store's"
+        f" newest is {step}: the end of wal/ is lost, or an older copy was put back. Objects that"
+        " the lost steps wrote stay until `shardb gc`: if there is a newer copy of wal/, stop now"
+    )
+
+
+def _was_rewound(tiers: Tiers) -> bool:
+    """Whether the log, as far as it is there in raw form, tells of steps that were left."""
+    return any(
+        record["kind"] == "rewind" and record["branch"] == tiers.branch
+        for record in tiers.durable.history()
     )
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from shardb.state import DEFAULT_BRANCH
+from trainer.errors import InputError
 
 FILE_NAME = "steps.jsonl"
 LOG_FOLDER = "logs"
@@ -55,6 +56,7 @@ def open_step_log(
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE_NAME
+    check_is_file(path)
     last_step = cut(path, resumed_step)
     log = StepLog(open(path, "ab", buffering=0))  # noqa: SIM115 - closed by the run
     for line in missing_lines(last_step):
@@ -84,11 +86,23 @@ def cut(path: Path, resumed_step: int) -> int:
 
 def last_logged_step(folder: Path) -> int:
     """Give the highest step that the log of a folder names, 0 without a log."""
-    path = folder / FILE_NAME
-    if not path.exists():
-        return 0
-    with open(path, "rb") as file:
-        return max((_step_of(line) or 0 for line in file), default=0)
+    return _highest(folder, "step")
+
+
+def last_durable_step(folder: Path) -> int:
+    """Give the highest step that the log of a folder calls durable, 0 without a log."""
+    return _highest(folder, "durable_step")
+
+
+def check_is_file(path: Path) -> None:
+    """Refuse what is no file in the place of a step log."""
+    if path.is_symlink() and not path.exists():
+        what = "this is a link that leads nowhere: bring back what it leads to, or remove it"
+    elif path.is_dir():
+        what = "a directory lies where the step log is: move it away"
+    else:
+        return
+    raise InputError(f"{path}: {what}; the lines of the steps are made again from the store")
 
 
 def encode_line(line: Mapping[str, Any]) -> bytes:
@@ -106,11 +120,24 @@ def _finite(value: Any) -> Any:
 
 def _step_of(line: bytes) -> int | None:
     """Read the step of a whole line; None when the line is torn or no step line."""
+    return _number_of(line, "step")
+
+
+def _highest(folder: Path, key: str) -> int:
+    path = folder / FILE_NAME
+    check_is_file(path)
+    if not path.exists():
+        return 0
+    with open(path, "rb") as file:
+        return max((_number_of(line, key) or 0 for line in file), default=0)
+
+
+def _number_of(line: bytes, key: str) -> int | None:
     if not line.endswith(b"\n"):
         return None
     try:
         values = json.loads(line)
     except ValueError:
         return None
-    step = values.get("step") if isinstance(values, dict) else None
+    step = values.get(key) if isinstance(values, dict) else None
     return step if isinstance(step, int) and step > 0 else None

@@ -102,6 +102,9 @@ def split_words(words: Sequence[str] | None, expected: str, *, most: int) -> tup
 
 
 def _no_store_at(word: str) -> NotFoundError:
+    if os.path.islink(word) and not os.path.exists(word):
+        there = "there is no store here: this is a link that leads nowhere; mount or bring back"
+        return NotFoundError(f"{word}: {there} what it leads to")
     return NotFoundError(
         f"{word}: there is no store here, and no other one is named: give its directory first, set "
         f"${VARIABLE}, or change into a store"

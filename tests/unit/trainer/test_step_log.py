@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from trainer.step_log import FILE_NAME, cut, encode_line, last_logged_step, open_step_log
+from trainer.errors import InputError
+from trainer.step_log import (
+    FILE_NAME,
+    cut,
+    encode_line,
+    last_durable_step,
+    last_logged_step,
+    open_step_log,
+)
 
 
 def write(folder: Path, *lines: bytes) -> Path:
@@ -87,3 +95,21 @@ def test_numbers_that_json_has_no_word_for_become_null() -> None:
 def test_the_last_logged_step_is_the_highest(tmp_path: Path) -> None:
     write(tmp_path, line(1), line(7), b"torn")
     assert last_logged_step(tmp_path) == 7
+
+
+def test_are_durable_steps_told_apart(tmp_path: Path) -> None:
+    write(tmp_path, encode_line({"step": 9, "durable_step": 5}), line(7), b"torn")
+    assert (last_logged_step(tmp_path), last_durable_step(tmp_path)) == (9, 5)
+    assert last_durable_step(tmp_path / "nowhere") == 0
+
+
+@pytest.mark.parametrize(("is_link", "words"), [(True, "leads nowhere"), (False, "a directory")])
+def test_is_something_in_its_place_named(tmp_path: Path, is_link: bool, words: str) -> None:
+    path = tmp_path / FILE_NAME
+    if is_link:
+        path.symlink_to(tmp_path / "unmounted" / "log")
+    else:
+        path.mkdir()
+    for look in (last_logged_step, lambda folder: open_step_log(folder, 3, lambda _: ())):
+        with pytest.raises(InputError, match=f"{path}.*{words}"):
+            look(tmp_path)
