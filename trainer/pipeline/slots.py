@@ -53,8 +53,12 @@ class Ring:
     def grow(self, slots: int) -> None:
         """Have at least so many slots."""
         while len(self.slots) < slots:
-            self.slots.append(Slot(self._new_buffer(), f"{self._name} {len(self.slots)}"))
-            self._free.append(self.slots[-1])
+            slot = Slot(self._new_buffer(), f"{self._name} {len(self.slots)}")
+            # Its memory may be some that COMPUTE has yet to finish with: PyTorch gives what was
+            # freed to the lane that asks, behind whatever that lane was asked for before.
+            slot.free = (self._lanes.mark(Lane.COMPUTE),)
+            self.slots.append(slot)
+            self._free.append(slot)
 
     @property
     def slot_bytes(self) -> int:
