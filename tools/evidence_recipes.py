@@ -32,6 +32,10 @@ COMMON: Flags = {
     "gradient-accumulation-steps": 1,
     "lm-head-chunk-tokens": 4096,
     "max-validation-batches": 1000,
+    # The mixture has no manifest that tells which id ends a text: in a tokenizer made here, the first.
+    "pad-token-id": 0,
+    "bos-token-id": 0,
+    "eos-token-id": 0,
     # A last batch of fewer rows would be compiled for itself.
     "validation-whole-batches": True,
 }
