@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -237,7 +238,7 @@ class CudaLanes:
         before = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream = _recording_stream(self._device)
         if not self._graphs:
             self._pool = None  # it went with the last graph that used it
         with warnings.catch_warnings():
@@ -278,6 +279,12 @@ class CudaLanes:
             )
             for each in timed
         ]
+
+
+@cache
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """Give the stream that records on a device: cuBLAS keeps 64 MiB for each one for ever."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _event(*, timing: bool = False, blocking: bool = False) -> torch.cuda.Event:
