@@ -32,7 +32,7 @@ COMMON: Flags = {
     "gradient-accumulation-steps": 1,
     "lm-head-chunk-tokens": 4096,
     "max-validation-batches": 1000,
-    # The mixture has no manifest that tells which id ends a text: in a tokenizer made here, the first.
+    # The mixture has no manifest that tells which id ends a text: the first one here.
     "pad-token-id": 0,
     "bos-token-id": 0,
     "eos-token-id": 0,
