@@ -9,7 +9,6 @@ has the package's own bytes unless another form was asked for.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from export.import_tokenizer import TokenizerFiles, read_tokenizer
 from export.source_package import SourcePackage, SourceTensor, write_source
 from shardb import Commit, Store, TensorSpec, Transaction
 from shardb.errors import ConflictError, StorageFullError
+from shardb.filesystem import RealFileSystem
 from shardb.layout import check_name
 from shardb.refs import STEP_PATTERN
 from shardb.state import DEFAULT_BRANCH
@@ -253,8 +253,7 @@ def _check_space(path: Path, whole: int) -> None:
     existing = path.absolute()
     while not existing.exists():
         existing = existing.parent
-    held = os.statvfs(existing)
-    free = held.f_bavail * held.f_frsize
+    free = RealFileSystem().space(str(existing)).free_bytes
     if whole + SPARE_BYTES > free:
         raise StorageFullError(
             f"{path}: the import needs {whole + SPARE_BYTES:,} bytes, {free:,} are free: free some,"

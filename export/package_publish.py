@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Protocol
 
 from shardb.errors import StorageFullError
+from shardb.filesystem import RealFileSystem
 from trainer.errors import InputError
 
 FILE_MODE = 0o644
@@ -87,8 +88,7 @@ class Draft:
 
     def check_space(self, needed_bytes: int) -> None:
         """Raise StorageFullError where the draft would not fit; call it inside the block."""
-        stat = os.statvfs(self.path.parent)
-        free = stat.f_bavail * stat.f_frsize
+        free = RealFileSystem().space(str(self.path.parent)).free_bytes
         if free < needed_bytes + SPARE_BYTES:
             raise StorageFullError(
                 f"{self.target.parent}: {needed_bytes:,} bytes are needed and {free:,} are free:"

@@ -196,7 +196,12 @@ class RealFileSystem:
             os.close(directory)
 
     def space(self, path: str) -> Space:
+        """What statvfs(3) says; ramfs counts nothing, and may take what memory there is."""
         stat = os.statvfs(path)
+        if stat.f_blocks == 0:
+            page_bytes = os.sysconf("SC_PAGE_SIZE")
+            free, total = (os.sysconf(name) for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
+            return Space(free_bytes=free * page_bytes, total_bytes=total * page_bytes)
         return Space(
             free_bytes=stat.f_bavail * stat.f_frsize, total_bytes=stat.f_blocks * stat.f_frsize
         )

@@ -8,6 +8,7 @@ writes are slower than direct ones and their errors come too late.
 
 from __future__ import annotations
 
+import errno
 import resource
 import threading
 from collections import deque
@@ -52,10 +53,22 @@ class MappedPool:
         files = self._objects.files
         with opened(files, path, WRITE | (CREATE | EXCLUSIVE if fresh else 0)) as file:
             if fresh or files.status(path).size_bytes < length:
-                # Reserved now: a full RAM disk must be an error here, not a SIGBUS while filling.
-                files.allocate(file, length, keep_size=False)
+                self._reserve(file, length)
             mapping = files.map(file, length, writable=True)
         return PooledBuffer(mapping, path, files.status(path).stamp)
+
+    def _reserve(self, file: int, length: int) -> None:
+        """Give a file its pages now: a full RAM disk must be an error, not a SIGBUS while filling.
+
+        ramfs cannot, and has no limit that it could be full at.
+        """
+        files = self._objects.files
+        try:
+            files.allocate(file, length, keep_size=False)
+        except OSError as error:
+            if error.errno != errno.EOPNOTSUPP:
+                raise
+            files.truncate(file, length)
 
     def put_back(self, buffer: PooledBuffer) -> None:
         self._returned.append(buffer)

@@ -299,8 +299,7 @@ def room_bytes(store: Path) -> int:
 
 
 def _free_bytes(folder: Path) -> int:
-    status = os.statvfs(folder)
-    return status.f_bavail * status.f_frsize
+    return RealFileSystem().space(str(folder)).free_bytes
 
 
 def _held_bytes(store: Path) -> int:

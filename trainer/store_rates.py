@@ -15,6 +15,7 @@ from pathlib import Path
 
 import shardb
 from shardb import Store, TensorSpec
+from shardb.filesystem import RealFileSystem
 
 SHARDS, SHARD_BYTES = 4, 16 << 20
 SMALL_SHARDS, SMALL_BYTES = 16, 4 << 10
@@ -41,8 +42,7 @@ def store_rates(
     folder: Path, *, seconds: float, threads: int, allow_network: bool = False
 ) -> StoreRates | None:
     """Measure for about so many seconds in an existing folder; None where it has no room."""
-    status = os.statvfs(folder)
-    if status.f_bavail * status.f_frsize < ROOM_BYTES:
+    if RealFileSystem().space(str(folder)).free_bytes < ROOM_BYTES:
         return None
     with (
         tempfile.TemporaryDirectory(prefix=".train-fit-", dir=folder) as place,
