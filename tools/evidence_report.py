@@ -36,7 +36,17 @@ ARMS_HEAD = (
 LAST_STEPS = 20
 THINNED_TO = 300
 # Records that are kept whole beside thinned steps.
-KEPT_KINDS = ("machine", "rows", "loss", "sample", "exported", "model", "killed", "ended")
+KEPT_KINDS = (
+    "machine",
+    "rows",
+    "loss",
+    "sample",
+    "exported",
+    "model",
+    "killed",
+    "ended",
+    "commits",
+)
 
 
 class Records:
