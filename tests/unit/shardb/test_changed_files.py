@@ -105,6 +105,18 @@ def test_is_an_own_object_checked_again_when_its_file_was_written_to(
 
 
 @pytest.mark.parametrize("shard", [FROZEN, TRAINED])
+def test_is_it_refused_as_soon_as_it_is_read(active: shardb.Store, shard: str) -> None:
+    """Before anything is computed of it: a commit would be refused in any case."""
+    next_step(active)
+    path = path_of(active, shard)
+    with active.at() as view:
+        view.read(shard)
+        change(path)
+        with pytest.raises(ObjectCorruptError, match=re.escape(path)):
+            view.read(shard)
+
+
+@pytest.mark.parametrize("shard", [FROZEN, TRAINED])
 def test_is_no_step_committed_whose_base_was_written_to_meanwhile(
     active: shardb.Store, shard: str
 ) -> None:
