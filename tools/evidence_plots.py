@@ -64,7 +64,7 @@ def drawn(plot: Plot) -> str:
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         _text(LEFT, 20, plot.title, "start", size=14),
         _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, plot.x, "middle"),
-        _text(LEFT, TOP - 4, plot.y, "end"),
+        _text(8, 20, plot.y, "start"),
     ]
     for tick in x_ticks:
         parts.append(_line(to_x(tick), TOP, to_x(tick), HEIGHT - BOTTOM))
