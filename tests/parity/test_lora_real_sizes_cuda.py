@@ -192,8 +192,10 @@ def resident_weights(case: Case, view: shardb.ReadView) -> dict[str, dict[str, T
     return found
 
 
-def compiled_backward(case: Case, batches: list[np.ndarray]) -> tuple[float, Named]:
-    """Train with the same compiled blocks, all weights resident, by autograd over the whole."""
+def stages_backward(
+    case: Case, batches: list[np.ndarray], *, compiled: bool
+) -> tuple[float, Named]:
+    """Train with the same stages, all weights resident, by autograd over the whole."""
     blocks, model = CompiledAdapted(), case.engine.adapted
     leaves = {name: t.cuda().requires_grad_() for name, t in case.planted.items()}
     count = sum(rows[:, 1:].size for rows in batches)
@@ -212,8 +214,8 @@ def compiled_backward(case: Case, batches: list[np.ndarray]) -> tuple[float, Nam
             x = ids
             for stage in model.trunk:
                 params = {name: leaves[f"{stage.name}:{name}"] for name in stage.parameters}
-                run = blocks.run if blocks.takes(stage) else lambda s, p, x: s.forward(p, x)
-                x = run(stage, params, x)
+                is_compiled = compiled and blocks.takes(stage)
+                x = blocks.run(stage, params, x) if is_compiled else stage.forward(params, x)
             logits = model.head.forward({}, x.flatten(0, 1)).float()
             loss = F.cross_entropy(logits, labels.flatten(), reduction="sum")
             (loss / count).backward()
@@ -229,7 +231,17 @@ def test_are_compiled_blocks_those_of_compiled_resident_ones(case: Case) -> None
         case.store, case.engine.lora, poison=True, device="cuda", dtype="bf16", compile_blocks=True
     )
     loss, found = adapter_gradients(case.store, compiled, batches)
-    expected_loss, expected = compiled_backward(case, batches)
+    expected_loss, expected = stages_backward(case, batches, compiled=True)
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert found.keys() == expected.keys() == case.planted.keys()
+    assert [name for name, g in expected.items() if not torch.equal(found[name], g)] == []
+    assert all(float(gradient.abs().max()) > 0 for gradient in found.values())
+
+
+def test_are_all_gradients_those_of_the_same_stages_resident(case: Case) -> None:
+    batches = [rows_of(2), rows_of(3)]
+    loss, found = adapter_gradients(case.store, case.engine, batches)
+    expected_loss, expected = stages_backward(case, batches, compiled=False)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     assert found.keys() == expected.keys() == case.planted.keys()
     assert [name for name, g in expected.items() if not torch.equal(found[name], g)] == []

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -20,10 +21,23 @@ from trainer.model.adapters import Adapter
 Product = Callable[[Tensor, Tensor | None], Tensor]
 
 
+def rms_norm(
+    input: Tensor,  # noqa: A002
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    """Give `F.rms_norm` as models write it down: a device's own kernel goes back otherwise."""
+    assert len(normalized_shape) == 1
+    assert eps is not None
+    normed = input * torch.rsqrt(input.pow(2).mean(-1, keepdim=True) + eps)
+    return normed if weight is None else normed * weight
+
+
 class AdaptedLinears(TorchFunctionMode):
     """While it is active, `F.linear` with a weight of `adapters` or `products` is replaced.
 
-    Weights are told by identity.
+    Weights are told by identity. `F.rms_norm` is replaced by its formula.
     """
 
     def __init__(
@@ -44,9 +58,11 @@ class AdaptedLinears(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is not F.linear:
-            return func(*args, **(kwargs or {}))
-        return self._linear(*args, **(kwargs or {}))
+        if func is F.linear:
+            return self._linear(*args, **(kwargs or {}))
+        if func is F.rms_norm:
+            return rms_norm(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
         product = self._products.get(id(weight))
