@@ -194,3 +194,18 @@ def test_compiled_blocks_are_refused_with_what_they_do_not_know(
     with pytest.raises(InputError, match=f"--compile-blocks.*{words}"):
         adapter_engine(store, settings_of("llama", **lora), compile_blocks=True, **options)
     assert adapter_engine(store, settings_of("llama"), compile_blocks=True).options.compile_blocks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("has_weight", [True, False])
+def test_the_formula_of_a_norm_is_the_norm(has_weight: bool, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(3, 5, 16, generator=generator, dtype=dtype, requires_grad=True)
+    weight = torch.randn(16, generator=generator, dtype=dtype) if has_weight else None
+    expected = torch.nn.functional.rms_norm(x, (16,), weight, 1e-5)
+    [wanted] = torch.autograd.grad(expected.square().sum(), x)
+    with AdaptedLinears([]):
+        found = torch.nn.functional.rms_norm(x, (16,), weight, 1e-5)
+    [gradient] = torch.autograd.grad(found.square().sum(), x)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradient, wanted)
