@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from shardb.errors import NotFoundError, UsageError
-from shardb.filesystem import RealFileSystem
+from shardb.filesystem import RealFileSystem, leads_nowhere
 from shardb.format import format_path
 
 VARIABLE = "SHARDB_STORE"
@@ -102,7 +102,7 @@ def split_words(words: Sequence[str] | None, expected: str, *, most: int) -> tup
 
 
 def _no_store_at(word: str) -> NotFoundError:
-    if os.path.islink(word) and not os.path.exists(word):
+    if leads_nowhere(RealFileSystem(), word):
         there = "there is no store here: this is a link that leads nowhere; mount or bring back"
         return NotFoundError(f"{word}: {there} what it leads to")
     return NotFoundError(
