@@ -34,7 +34,7 @@ EXTRAS = {
     "trainer": ("hf",),
     "export": ("hf", "gguf"),
     "serve": ("serve",),
-    "tools": ("hf", "gguf"),
+    "tools": ("hf", "gguf", "fuse"),
 }
 STORE_LIBRARIES = {"lmdb", "msgpack", "xxhash", "zstandard", "numpy"}
 ONLY_HERE = {
