@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes.util
 import errno
+import importlib
 import os
 import random
 import time
@@ -45,10 +46,9 @@ def require() -> Any:
     if not any(ctypes.util.find_library(name) for name in ("fuse3", "fuse")):
         raise SkippedError("libfuse is not installed (Debian: libfuse3-3)")
     try:
-        import mfusepy  # only where it is used: of an extra that nothing else needs
+        return importlib.import_module("mfusepy")  # of an extra that nothing else needs
     except (ImportError, OSError) as error:
         raise SkippedError(f"mfusepy cannot be used: {error}; pip install '.[fuse]'") from error
-    return mfusepy
 
 
 class LossyDisk:

@@ -11,8 +11,9 @@ import pytest
 
 import shardb
 from shardb.buffers import BufferPool
-from shardb.errors import StorageFailedError
+from shardb.errors import NotFoundError, StorageFailedError
 from shardb.filesystem import RealFileSystem
+from shardb.format import read_format
 from shardb.fsck_objects import Wanted, inspect_object
 from shardb.objects import ObjectFiles
 from shardb.repair import repair
@@ -129,3 +130,9 @@ def test_is_a_packed_object_unreadable_that_the_log_has_not_told_yet(tmp_path: P
     fault = inspect_object(files, str(tmp_path), Wanted(digest="1" * 32, bytes=9000))
     assert fault is not None
     assert (fault.kind, fault.found) == ("object_unreadable", "Input/output error")
+
+
+def test_is_a_store_told_whose_own_path_leads_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "run").symlink_to("/nonexistent/volume")
+    with pytest.raises(NotFoundError, match="this is a link that leads nowhere; mount"):
+        read_format(RealFileSystem(), str(tmp_path / "run"))
