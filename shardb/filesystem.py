@@ -13,6 +13,7 @@ import errno
 import fcntl
 import mmap
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -107,7 +108,13 @@ class RealFileSystem:
     """The operating system's files."""
 
     def open(self, path: str, flags: int, mode: int = 0o666) -> int:
-        return os.open(path, flags | os.O_CLOEXEC, mode)
+        # Without O_NONBLOCK a pipe in the place of a file would be waited for, for ever.
+        file = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, mode)
+        kind = os.fstat(file).st_mode
+        if stat.S_ISREG(kind) or stat.S_ISDIR(kind):
+            return file
+        os.close(file)
+        raise OSError(errno.ENXIO, os.strerror(errno.ENXIO), path)
 
     def close(self, file: int) -> None:
         os.close(file)

@@ -17,6 +17,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 IN_THE_WAY = {
     errno.EISDIR: "a directory lies where the store keeps a file",
     errno.ENOTDIR: "a file lies where the store keeps a directory",
+    errno.ENXIO: "a pipe, a socket or a device lies where the store keeps a file",
 }
 
 
