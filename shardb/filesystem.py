@@ -52,7 +52,7 @@ class Stamp(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileStatus:
-    """What stat(2) says of a file: sizes in bytes, time in nanoseconds."""
+    """What stat(2) says of a file: sizes in bytes, time in nanoseconds; `links` are its names."""
 
     size_bytes: int
     modified_ns: int
@@ -60,6 +60,13 @@ class FileStatus:
     device: int
     allocated_bytes: int
     is_directory: bool
+    links: int = 1
+    is_link: bool = False
+
+    @property
+    def is_shared(self) -> bool:
+        """Say whether whoever writes to the file may write to somebody else's too."""
+        return self.is_link or self.links > 1
 
     @property
     def stamp(self) -> Stamp:
@@ -175,6 +182,8 @@ class RealFileSystem:
             device=stat.st_dev,
             allocated_bytes=stat.st_blocks * 512,
             is_directory=os.path.isdir(path),
+            links=stat.st_nlink,
+            is_link=os.path.islink(path),
         )
 
     def exists(self, path: str) -> bool:

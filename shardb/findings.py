@@ -44,6 +44,7 @@ KINDS: dict[str, str] = {
     "log_acknowledged": "a part of the log is lost, which a repair has acknowledged",
     "damaged_set_aside": "damaged bytes that a repair has kept, for whoever can read them",
     "place_taken": "something else lies where the store keeps a file or a directory",
+    "shared_file": "another directory has this file too; opening the store makes it its own",
     "foreign_file": "a file that the store did not make",
 }
 

@@ -17,6 +17,7 @@ from shardb.filesystem import FileSystem
 from shardb.findings import Finding, Severity, command
 from shardb.format import DIRECTORIES
 from shardb.fsck_view import View, any_branch_is_written, branch_is_written, is_held
+from shardb.hard_links import shared_files
 from shardb.log import SEGMENT_PATTERN
 from shardb.objects import OBJECT_SUFFIX, PACK_SUFFIX, free_bytes_of
 
@@ -49,6 +50,7 @@ def find_leftovers(
     yield from _in_log(view)
     yield from _in_index(view)
     yield from _in_leases(files, view)
+    yield from _shared(files, view)
 
 
 def _missing_directories(view: View) -> Iterator[Finding]:
@@ -61,6 +63,18 @@ def _missing_directories(view: View) -> Iterator[Finding]:
                 path=f"{view.root}/{name}",
                 next_command=command("recover", view.root),
             )
+
+
+def _shared(files: FileSystem, view: View) -> Iterator[Finding]:
+    for name in shared_files(files, view.root):
+        yield Finding(
+            kind="shared_file",
+            severity="warning",
+            path=f"{view.root}/{name}",
+            expected="a file of this store alone",
+            found="another directory has it too: one is a hard-linked copy of the other",
+            next_command=command("recover", view.root),
+        )
 
 
 def _in_objects(

@@ -22,8 +22,9 @@ import xxhash
 from shardb import layout
 from shardb.buffers import PAGE_BYTES, padded
 from shardb.errors import CorruptionError, FormatError, ObjectCorruptError, ObjectMissingError
-from shardb.filesystem import READ, FileSystem, closing, open_direct
+from shardb.filesystem import READ, FileSystem, closing, leads_nowhere, open_direct
 from shardb.objects import OBJECT_SUFFIX
+from shardb.obstacles import LINK
 from shardb.pack_reading import check_unpacked, packed_content, packed_path
 from shardb.records import ShardEntry
 from shardb.references import PackRow
@@ -145,6 +146,8 @@ def _compare(
             actual_bytes = files.status(path).size_bytes
             actual_digest, header = _digest_and_header(files, file, actual_bytes)
     except FileNotFoundError:
+        if leads_nowhere(files, path):  # what it leads to may be whole
+            return fault("object_unreadable", f"{size_bytes} bytes", LINK), b""
         return fault("object_missing", f"{size_bytes} bytes", "no file"), b""
     except OSError as error:
         found = error.strerror or str(error)

@@ -47,7 +47,11 @@ class MappedPool:
                 self._objects.rename(buffer.path, staged)
             except FileNotFoundError:
                 continue  # `gc` took the file; its mapping goes with it
-            buffer.path, buffer.stamp = staged, self._objects.files.status(staged).stamp
+            status = self._objects.files.status(staged)
+            if status.is_shared:
+                self._objects.files.unlink(staged)  # another copy of the store has this file too
+                continue
+            buffer.path, buffer.stamp = staged, status.stamp
             return buffer
         path, fresh = self._objects.staged_path(branch, length)
         files = self._objects.files

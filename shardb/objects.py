@@ -245,9 +245,11 @@ class ObjectFiles:
                 status = self.files.status(staged)
                 if status.is_directory:
                     continue  # `fsck` names it
-                if status.size_bytes <= size:
+                if status.size_bytes <= size and not status.is_shared:
                     return staged, False
-                self.files.unlink(staged)  # bytes behind the image would be part of the object
+                # Bytes behind the image would be part of the object; a file that another copy of
+                # the store has by a link would be overwritten there.
+                self.files.unlink(staged)
         return self.staged_name(branch, content), True
 
     def _take_free(self, size: int) -> str | None:

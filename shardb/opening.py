@@ -13,6 +13,7 @@ from shardb import format as store_format
 from shardb import index_state, records, refs, reserve
 from shardb.errors import FormatError, LogTruncatedError, UsageError
 from shardb.filesystem import FileSystem, read_file
+from shardb.hard_links import make_own
 from shardb.index import MAP_BYTES, Index
 from shardb.locks import Locks
 from shardb.log import START, Log
@@ -118,7 +119,11 @@ def open_index(store: Store, report: RecoveryReport) -> Index:
         alone = locks.share_index()
         if not alone:
             locks.settle_index()
-        elif (why := _why_unusable(files, directory, store.log)) is not None:
+        for name in make_own(files, store.root, alone=alone):
+            told = "another directory had this file too (a hard-linked copy); now it is its own"
+            path = f"{store.root}/{name}"
+            report.rebuilt.append({"what": "shared file", "path": path, "why": told})
+        if alone and (why := _why_unusable(files, directory, store.log)) is not None:
             _set_aside(files, directory, why, report)
         index = Index(files, directory)
         if alone and not _has_history(store.log):

@@ -19,6 +19,7 @@ from shardb.errors import ConflictError
 from shardb.filesystem import FileSystem, write_file_durably
 from shardb.fsck_leftovers import SET_ASIDE_PREFIX
 from shardb.fsck_view import View
+from shardb.hard_links import make_own
 from shardb.history import read_newest
 from shardb.leases import Leases
 from shardb.locks import Locks
@@ -40,6 +41,7 @@ def alone(files: FileSystem, root: str) -> Iterator[None]:
                     "be mended only when nobody has. End that, and run the same command again",
                     path=root,
                 )
+            make_own(files, root, alone=True)
             yield
     finally:
         locks.close()

@@ -108,6 +108,7 @@ CASES: dict[str, Callable[[Path], object]] = {
     "index_set_aside": write("index/unreadable-1.mdb"),
     "damaged_set_aside": set_aside,
     "place_taken": lock_as_directory,
+    "shared_file": lambda root: (root.parent / "linked").hardlink_to(root / "index/data.mdb"),
 }
 # Nothing is to be done about these: no command is named.
 WITHOUT = {"foreign_file", "log_acknowledged"}
