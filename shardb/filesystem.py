@@ -174,15 +174,15 @@ class RealFileSystem:
         return f"process {', '.join(pids)}" if pids else "another process"
 
     def status(self, path: str) -> FileStatus:
-        stat = os.stat(path)
+        found = os.stat(path)
         return FileStatus(
-            size_bytes=stat.st_size,
-            modified_ns=stat.st_mtime_ns,
-            inode=stat.st_ino,
-            device=stat.st_dev,
-            allocated_bytes=stat.st_blocks * 512,
-            is_directory=os.path.isdir(path),
-            links=stat.st_nlink,
+            size_bytes=found.st_size,
+            modified_ns=found.st_mtime_ns,
+            inode=found.st_ino,
+            device=found.st_dev,
+            allocated_bytes=found.st_blocks * 512,
+            is_directory=stat.S_ISDIR(found.st_mode),
+            links=found.st_nlink,
             is_link=os.path.islink(path),
         )
 
