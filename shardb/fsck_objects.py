@@ -46,7 +46,7 @@ class ObjectFault:
 
 
 def _kind_of(error: OSError) -> str:
-    """A directory or a link in its place is no object; else the storage does not show it."""
+    """A directory, or a link to itself, is no object; else the storage does not show it."""
     in_its_place = error.errno in (errno.EISDIR, errno.ELOOP)
     return "object_missing" if in_its_place else "object_unreadable"
 

@@ -19,10 +19,10 @@ def shared_files(files: FileSystem, root: str) -> list[str]:
     """Name the files below a store that must be its own and have another name elsewhere."""
     segments = [f"wal/{name}" for name in list_if_there(files, f"{root}/wal")]
     places = [*(name for name in segments if name.endswith(".wal")), INDEX, INDEX_LOCK]
-    return [name for name in places if _is_shared(files, f"{root}/{name}")]
+    return [name for name in places if _has_other_name(files, f"{root}/{name}")]
 
 
-def _is_shared(files: FileSystem, path: str) -> bool:
+def _has_other_name(files: FileSystem, path: str) -> bool:
     try:
         status = files.status(path)
     except OSError:
