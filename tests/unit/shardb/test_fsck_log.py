@@ -24,14 +24,6 @@ from tests.support.small_stores import (
 SEGMENT = "wal/0000000001.wal"
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with steps 0 to 6, of which 2, 5 and 6 are retained; nobody writes to it."""
-    root = tmp_path_factory.mktemp("whole") / "run"
-    fill_store(root, range(7), snapshots=(2,))
-    return root
-
-
 @pytest.fixture
 def run(whole: Path, tmp_path: Path) -> Path:
     """A copy of the store, for damaging."""
@@ -117,15 +109,6 @@ def test_is_a_record_that_contradicts_the_others_found(run: Path) -> None:
 
 
 # Segments
-
-
-@pytest.fixture(scope="module")
-def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store whose log has several closed segments."""
-    root = tmp_path_factory.mktemp("long") / "run"
-    fill_store(root, range(12), snapshots=(3,), segment_bytes=3000)
-    assert len(list((root / "wal").iterdir())) >= 3
-    return root
 
 
 def test_is_a_log_of_many_segments_clean(long: Path) -> None:

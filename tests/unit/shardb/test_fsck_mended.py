@@ -15,20 +15,11 @@ from tests.support.small_stores import (
     SHARDS,
     commit_step,
     copy_store,
-    fill_store,
     flip_bit,
     fsck,
     kinds,
 )
 from tests.support.stores import Medium
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with steps 0 to 6, of which 2, 5 and 6 are retained."""
-    root = tmp_path_factory.mktemp("whole") / "run"
-    fill_store(root, range(7), snapshots=(2,))
-    return root
 
 
 @pytest.fixture

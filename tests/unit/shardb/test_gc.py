@@ -14,15 +14,7 @@ from shardb.branching import rewind
 from shardb.errors import NotFoundError, StorageFullError
 from shardb.filesystem import RealFileSystem
 from shardb.gc import Collected, collect_garbage
-from tests.support.small_stores import commit_step, copy_store, fill_store, fsck, kinds, tree
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with steps 0 to 6, of which 2, 5 and 6 are retained."""
-    root = tmp_path_factory.mktemp("whole") / "run"
-    fill_store(root, range(7), snapshots=(2,))
-    return root
+from tests.support.small_stores import commit_step, copy_store, fsck, kinds, tree
 
 
 @pytest.fixture

@@ -21,25 +21,10 @@ from tests.support.damage import Known, check_repaired
 from tests.support.small_stores import (
     commit_step,
     copy_store,
-    fill_store,
     flip_bit,
     fsck,
     object_of,
 )
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("whole") / "run"
-    fill_store(root, range(7), snapshots=(2,))
-    return root
-
-
-@pytest.fixture(scope="module")
-def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("long") / "run"
-    fill_store(root, range(12), snapshots=(3,), segment_bytes=3000)
-    return root
 
 
 def write(name: str, data: bytes = b"x") -> Callable[[Path], object]:

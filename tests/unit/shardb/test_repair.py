@@ -27,35 +27,8 @@ from tests.support.small_stores import (
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Steps 0 to 6, of which 2, 5 and 6 are retained; nobody writes to it."""
-    root = tmp_path_factory.mktemp("whole") / "run"
-    fill_store(root, range(7), snapshots=(2,))
-    return root
-
-
-@pytest.fixture(scope="module")
-def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Steps 0 to 11 in several segments."""
-    root = tmp_path_factory.mktemp("long") / "run"
-    fill_store(root, range(12), snapshots=(3,), segment_bytes=3000)
-    return root
-
-
-@pytest.fixture(scope="module")
-def known(whole: Path) -> Known:
-    return Known.of(whole)
-
-
-@pytest.fixture(scope="module")
 def long_known(long: Path) -> Known:
     return Known.of(long)
-
-
-@pytest.fixture
-def run(whole: Path, root: Path) -> Path:
-    """A copy of the store, for damaging."""
-    return copy_store(whole, root)
 
 
 def steps(root: Path) -> tuple[dict[str, int], dict[str, int]]:

@@ -36,14 +36,6 @@ from tests.support.damage import (
 from tests.support.small_stores import commit_step, copy_store, fill_store, flip_bit, fsck
 
 
-@pytest.fixture(scope="module")
-def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Steps 0 to 11 in several segments."""
-    root = tmp_path_factory.mktemp("long") / "run"
-    fill_store(root, range(12), snapshots=(3,), segment_bytes=3000)
-    return root
-
-
 @pytest.fixture
 def run(long: Path, tmp_path: Path) -> Path:
     """A copy of the store, for damaging."""

@@ -23,30 +23,11 @@ from tests.support.damage import Known, check_repaired, check_values
 from tests.support.small_stores import (
     commit_step,
     copy_store,
-    fill_store,
     flip_bit,
     fsck,
     kinds,
     object_of,
 )
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Steps 0 to 6, of which 2, 5 and 6 are retained; nobody writes to it."""
-    root = tmp_path_factory.mktemp("whole") / "run"
-    fill_store(root, range(7), snapshots=(2,))
-    return root
-
-
-@pytest.fixture(scope="module")
-def known(whole: Path) -> Known:
-    return Known.of(whole)
-
-
-@pytest.fixture
-def run(whole: Path, root: Path) -> Path:
-    return copy_store(whole, root)
 
 
 def files_of(root: Path) -> StoreFiles:

@@ -18,25 +18,7 @@ from shardb.repair_sources import StoreFiles
 from shardb.testing.operations import Fault
 from shardb.testing.recording import RecordingFileSystem
 from tests.support.damage import Known, check_repaired, last_segment
-from tests.support.small_stores import copy_store, fill_store, object_of
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Steps 0 to 6, of which 2, 5 and 6 are retained."""
-    root = tmp_path_factory.mktemp("whole") / "run"
-    fill_store(root, range(7), snapshots=(2,))
-    return root
-
-
-@pytest.fixture(scope="module")
-def known(whole: Path) -> Known:
-    return Known.of(whole)
-
-
-@pytest.fixture
-def run(whole: Path, root: Path) -> Path:
-    return copy_store(whole, root)
+from tests.support.small_stores import object_of
 
 
 def retained(run: Path) -> list[int]:

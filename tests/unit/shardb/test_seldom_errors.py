@@ -21,22 +21,9 @@ from shardb.repair_plan import Plan
 from shardb.repair_sources import StoreFiles
 from shardb.testing.operations import Fault
 from shardb.testing.recording import RecordingFileSystem
-from tests.support.small_stores import commit_step, copy_store, fill_store, fsck, object_of
+from tests.support.small_stores import commit_step, fsck, object_of
 
 COMMIT = "ab" * 16
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Steps 0 to 6, of which 2, 5 and 6 are retained."""
-    root = tmp_path_factory.mktemp("whole") / "run"
-    fill_store(root, range(7), snapshots=(2,))
-    return root
-
-
-@pytest.fixture
-def run(whole: Path, root: Path) -> Path:
-    return copy_store(whole, root)
 
 
 def failing(root: Path, **fault: Any) -> RecordingFileSystem:
