@@ -27,9 +27,9 @@ import shardb
 from shardb.errors import ShardbError
 from tests.support.forked import Child, Tell
 from tools.crash import RAM_DISK
-from tools.crash_devices import unmount_for_certain
+from tools.crash_devices import SkippedError
 from tools.crash_kills import STEPS_MAX, Digests, LostError, World, reference_run, train
-from tools.fuse_disk import CUT_PREFIX, LossyDisk, SkippedError, require, served
+from tools.fuse_disk import CUT_PREFIX, LossyDisk, require, served
 
 CUT_SECONDS = 0.6
 LYING_CUTS_MAX = 40
@@ -66,7 +66,7 @@ def _cut_once(scratch: Path, world: World, draw: random.Random, *, lies: bool) -
     """Let the run train, cut its power, and check what the next start of the disk finds."""
     place, disk, after = scratch / "mounted", scratch / "disk", scratch / "after"
     after.mkdir()
-    with served(place, LossyDisk(disk, after, lies=lies), unmount_for_certain):
+    with served(place, LossyDisk(disk, after, lies=lies)):
         child = Child(lambda tell: _train_to_the_end(world.root, tell))
         if draw.random() < 0.8:
             child.first()
@@ -80,7 +80,7 @@ def _cut_once(scratch: Path, world: World, draw: random.Random, *, lies: bool) -
     world.told = max([world.told, *(number for number in told if number >= 0)])
     world.rounds += 1
     wrong = ""
-    with served(place, LossyDisk(disk, scratch / "unused"), unmount_for_certain):
+    with served(place, LossyDisk(disk, scratch / "unused")):
         try:
             world.check({-number for number in told if number < 0})
         except (LostError, ShardbError) as error:

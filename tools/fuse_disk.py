@@ -15,7 +15,7 @@ import importlib
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 from shardb.testing.disk import DiskState
 from shardb.testing.images import ImageLimits, choices
 from shardb.testing.operations import Kind, Operation
+from tools.crash_devices import SkippedError, unmount_for_certain
 
 CUT_PREFIX = "/.cut-"
 LIMITS = ImageLimits(exhaustive_operations=3, random_subsets=8)
@@ -31,10 +32,6 @@ STATUS_KEYS = (
     *("st_atime", "st_ctime", "st_gid", "st_mode", "st_mtime", "st_nlink", "st_size", "st_uid"),
     *("st_ino", "st_blocks"),
 )
-
-
-class SkippedError(Exception):
-    """This machine does not allow it; the message says what."""
 
 
 def require() -> Any:
@@ -205,7 +202,7 @@ class LossyDisk:
 
 
 @contextmanager
-def served(place: Path, disk: LossyDisk, unmount: Callable[[Path], None]) -> Iterator[Path]:
+def served(place: Path, disk: LossyDisk) -> Iterator[Path]:
     """Mount a disk at `place` for the length of a block, served by a process of its own."""
     fuse = require()
     place.mkdir(exist_ok=True)
@@ -221,7 +218,7 @@ def served(place: Path, disk: LossyDisk, unmount: Callable[[Path], None]) -> Ite
         yield place
     finally:
         if os.path.ismount(place):
-            unmount(place)
+            unmount_for_certain(place)
             os.waitpid(server, 0)
 
 

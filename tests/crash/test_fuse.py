@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from tools import crash_fuse
+from tools.crash_devices import SkippedError
 from tools.crash_kills import STEPS_MAX, reference_run
-from tools.fuse_disk import CUT_PREFIX, LossyDisk, SkippedError, require
+from tools.fuse_disk import CUT_PREFIX, LossyDisk, require
 
 CUTS = 3
 SEEDS = range(40)
