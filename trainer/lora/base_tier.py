@@ -18,7 +18,7 @@ from trainer.host_memory import machine_memory
 from trainer.lora.model import brought_bytes
 from trainer.lora.stages import adapted
 from trainer.model.adapter_settings import LoraSettings
-from trainer.model.stages import build_head, build_trunk
+from trainer.model.stages import build_stages
 from trainer.options import EngineOptions
 from trainer.recipe import Recipe, Settings
 from trainer.recipe_options import pinned_budget_bytes
@@ -69,9 +69,7 @@ def lockable_bytes(device: Device, budget_bytes: int) -> int:
 def waiting_bytes(recipe: Recipe, lora: LoraSettings) -> int:
     """Give what the base takes in the dtype that computes, packed where it is packed."""
     dtype = EngineOptions(dtype=recipe.dtype).torch_dtype
-    stages = build_trunk(recipe.model)
-    if not recipe.model.tied_embeddings:
-        stages = [*stages, build_head(recipe.model)]
+    stages = build_stages(recipe.model)
     return sum(brought_bytes(adapted(stage, lora), dtype) for stage in stages)
 
 

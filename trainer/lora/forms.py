@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trainer.model.packed import MARK
+
 # Of every tensor in a slot: what the allocators of both kinds of memory give at least.
 PLACED_BYTES = 64
-# Tensors with this in their name are no weights that compute: they keep their form.
-KEPT = ".nf4"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,8 +68,8 @@ class SlotForm:
 
 
 def form_of(name: str, tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Give the dtype that a stored tensor has in a slot."""
-    is_cast = dtype is not None and tensor.is_floating_point() and KEPT not in name
+    """Give the dtype that a stored tensor has in a slot; what is packed keeps its own."""
+    is_cast = dtype is not None and tensor.is_floating_point() and MARK not in name
     return dtype if dtype is not None and is_cast else tensor.dtype
 
 

@@ -57,11 +57,6 @@ class HostBase:
         self._staging: list[_Staging] = []
         self._last: _Staging | None = None
 
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of the copies that stay."""
-        return sum(shard.image.nbytes for shard in self._kept.values())
-
     def form(self, view: ShardView) -> SlotForm:
         """Give where a shard's tensors will lie."""
         key = (view.name, view.digest)

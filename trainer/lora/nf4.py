@@ -25,14 +25,22 @@ from torch import Tensor
 from shardb import Transaction, torch_adaptor
 from shardb.views import ShardView, TensorImage
 from trainer.errors import InputError
-from trainer.lora.forms import KEPT
 from trainer.lora.linears import Product
 from trainer.lora.targets import linear_modules
-from trainer.model.packed import BLOCK_VALUES, NESTED_VALUES, PREFIX, quant_state
+from trainer.model.packed import (
+    ABSMAX,
+    BLOCK_VALUES,
+    FORM,
+    MARK,
+    NESTED,
+    NESTED_VALUES,
+    OFFSET,
+    PREFIX,
+    quant_state,
+)
 from trainer.model.stages import Stage
 
 TABLE_VALUES = 16
-_FORM, _ABSMAX, _NESTED, _OFFSET = "_form", "_absmax", "_nested", "_offset"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,11 +88,11 @@ def _packed(name: str, weight: Tensor) -> dict[str, Tensor]:
     _check_tables(state)
     form = torch_adaptor.NAMES[weight.dtype].encode()
     return {
-        name + KEPT: packed,
-        name + KEPT + _ABSMAX: state.absmax,
-        name + KEPT + _NESTED: state.state2.absmax,
-        name + KEPT + _OFFSET: state.offset.reshape(1),
-        name + KEPT + _FORM: torch.frombuffer(bytearray(form), dtype=torch.uint8),
+        name + MARK: packed,
+        name + MARK + ABSMAX: state.absmax,
+        name + MARK + NESTED: state.state2.absmax,
+        name + MARK + OFFSET: state.offset.reshape(1),
+        name + MARK + FORM: torch.frombuffer(bytearray(form), dtype=torch.uint8),
     }
 
 
@@ -108,7 +116,7 @@ def code_tables(device: torch.device) -> tuple[Tensor, Tensor]:
 
 def holds(weights: Mapping[str, Tensor]) -> bool:
     """Say whether some of a block's weights are packed."""
-    return any(KEPT in name for name in weights)
+    return any(MARK in name for name in weights)
 
 
 def computes_in(view: TensorImage, dtype: torch.dtype) -> bool:
@@ -117,7 +125,7 @@ def computes_in(view: TensorImage, dtype: torch.dtype) -> bool:
     Then one unpacked form serves both ways; otherwise the library multiplies with another one
     forward than back.
     """
-    forms = [view.raw(name).tobytes() for name in view.specs if name.endswith(KEPT + _FORM)]
+    forms = [view.raw(name).tobytes() for name in view.specs if name.endswith(MARK + FORM)]
     return all(form == torch_adaptor.NAMES[dtype].encode() for form in forms)
 
 
@@ -127,11 +135,11 @@ def unpacked(stage: Stage, packed: Mapping[str, Tensor], dtype: torch.dtype) -> 
     tables = code_tables(device)
     found = {}
     for name, parameter in stage.parameters.items():
-        if name + KEPT in packed:
+        if name + MARK in packed:
             state = quant_state(
-                library(), name + KEPT, torch.Size(parameter.shape), packed, tables, dtype
+                library(), name + MARK, torch.Size(parameter.shape), packed, tables, dtype
             )
-            found[name] = library().dequantize_4bit(packed[name + KEPT], state)
+            found[name] = library().dequantize_4bit(packed[name + MARK], state)
         else:
             found[name] = packed[name].clone()
     return found
@@ -145,7 +153,7 @@ def products(
     return {
         name: _product(name, tuple(parameters[name].shape), weights, tables)
         for name in (f"{module}.weight" for module in linear_modules(stage))
-        if name + KEPT in weights
+        if name + MARK in weights
     }
 
 
@@ -156,8 +164,8 @@ def _product(
     tables: tuple[Tensor, Tensor],
 ) -> Product:
     library_package = importlib.import_module("bitsandbytes")
-    key = name + KEPT
-    form = torch_adaptor.DTYPES[bytes(weights[key + _FORM].tolist()).decode()]
+    key = name + MARK
+    form = torch_adaptor.DTYPES[bytes(weights[key + FORM].tolist()).decode()]
     state = quant_state(library(), key, torch.Size(shape), weights, tables, form)
 
     def multiply(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -190,7 +198,7 @@ def stage_quantised(
 
 def packed_bytes(view: ShardView) -> int:
     """Give the bytes of a shard's packed weights and their state."""
-    return sum(spec.bytes for name, spec in view.specs.items() if KEPT in name)
+    return sum(spec.bytes for name, spec in view.specs.items() if MARK in name)
 
 
 def packed_shapes(stage: Stage) -> dict[str, tuple[tuple[int, ...], int]]:
@@ -203,9 +211,9 @@ def packed_shapes(stage: Stage) -> dict[str, tuple[tuple[int, ...], int]]:
             continue
         count = parameter.shape[0] * parameter.shape[1]
         blocks = -(-count // BLOCK_VALUES)
-        found[name + KEPT] = ((-(-count // 2), 1), 1)
-        found[name + KEPT + _ABSMAX] = ((blocks,), 1)
-        found[name + KEPT + _NESTED] = ((-(-blocks // NESTED_VALUES),), 4)
-        found[name + KEPT + _OFFSET] = ((1,), 4)
-        found[name + KEPT + _FORM] = ((4,), 1)
+        found[name + MARK] = ((-(-count // 2), 1), 1)
+        found[name + MARK + ABSMAX] = ((blocks,), 1)
+        found[name + MARK + NESTED] = ((-(-blocks // NESTED_VALUES),), 4)
+        found[name + MARK + OFFSET] = ((1,), 4)
+        found[name + MARK + FORM] = ((4,), 1)
     return found

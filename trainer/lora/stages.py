@@ -18,8 +18,9 @@ from trainer.lora.linears import AdaptedLinears, Product
 from trainer.lora.slots import Lease, LookUp, StaleSlotError
 from trainer.lora.targets import adapter_parameters, linear_modules
 from trainer.model.adapter_settings import LoraSettings
-from trainer.model.adapters import Adapter
+from trainer.model.adapters import A_ENDS, B_ENDS, Adapter
 from trainer.model.micro_batch import MicroBatch
+from trainer.model.packed import PREFIX
 from trainer.model.stages import Parameter, Stage
 
 
@@ -121,7 +122,7 @@ class AdaptedStage(Stage):
     @property
     def shard(self) -> str:
         """Give the name of the frozen shard that is bound."""
-        return f"{'nf4' if self.is_packed else 'params'}/{self.name}"
+        return (PREFIX if self.is_packed else "params/") + self.name
 
     def _unpacking(
         self, packed: Mapping[str, Tensor], x: Tensor
@@ -137,14 +138,13 @@ class AdaptedStage(Stage):
     def _adapters(
         self, batch: MicroBatch, weights: Mapping[str, Tensor], params: Mapping[str, Tensor]
     ) -> list[tuple[Tensor, Adapter]]:
-        ends = ".lora_A.weight"
-        modules = [name.removesuffix(ends) for name in params if name.endswith(ends)]
+        modules = [name.removesuffix(A_ENDS) for name in params if name.endswith(A_ENDS)]
         return [
             (
                 weights[f"{module}.weight"],
                 Adapter(
-                    a_RI=params[f"{module}.lora_A.weight"],
-                    b_OR=params[f"{module}.lora_B.weight"],
+                    a_RI=params[module + A_ENDS],
+                    b_OR=params[module + B_ENDS],
                     scale=self.lora.scale,
                     rounds_first=self.is_packed,
                     dropout=self.lora.dropout,

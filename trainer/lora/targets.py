@@ -11,6 +11,7 @@ from functools import lru_cache
 from shardb import TensorSpec
 from trainer.errors import InputError
 from trainer.model.adapter_settings import ALL_LINEAR, LoraSettings
+from trainer.model.adapters import A_ENDS, B_ENDS
 from trainer.model.stages import Parameter, Stage
 
 # They are asked for many times a step; what is given must not be changed.
@@ -38,12 +39,8 @@ def adapter_parameters(stage: Stage, lora: LoraSettings) -> dict[str, Parameter]
     found = {}
     for module, (outputs, inputs) in linear_modules(stage).items():
         if lora.is_target(module):
-            found[f"{module}.lora_A.weight"] = Parameter(
-                shape=(lora.rank, inputs), initial="normal"
-            )
-            found[f"{module}.lora_B.weight"] = Parameter(
-                shape=(outputs, lora.rank), initial="zeros"
-            )
+            found[module + A_ENDS] = Parameter(shape=(lora.rank, inputs), initial="normal")
+            found[module + B_ENDS] = Parameter(shape=(outputs, lora.rank), initial="zeros")
     return found
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from trainer.errors import InputError
 
 PREFIX, MARK = "nf4/", ".nf4"
+FORM, ABSMAX, NESTED, OFFSET = "_form", "_absmax", "_nested", "_offset"
 BLOCK_VALUES, NESTED_VALUES = 64, 256
 
 
@@ -54,19 +55,19 @@ def quant_state(
     tables: of 4-bit values [16], and of their scales [256]; dtype: what it is unpacked to.
     """
     nested = library.QuantState(
-        absmax=packed[key + "_nested"],
+        absmax=packed[key + NESTED],
         code=tables[1],
         blocksize=NESTED_VALUES,
         dtype=torch.float32,
     )
     return library.QuantState(
-        absmax=packed[key + "_absmax"],
+        absmax=packed[key + ABSMAX],
         shape=shape,
         code=tables[0],
         blocksize=BLOCK_VALUES,
         quant_type="nf4",
         dtype=dtype,
-        offset=packed[key + "_offset"].reshape(()),
+        offset=packed[key + OFFSET].reshape(()),
         state2=nested,
     )
 
