@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trainer.lora.stages import AdaptedStage
 from trainer.model.adapters import A_ENDS, B_ENDS, Adapter
-from trainer.model.compiled import Blocks, compiled, refused
+from trainer.model.compiled import Blocks, compiled, leaf, with_history
 from trainer.model.layers import AdaptedWeight
 from trainer.model.stages import Block, Stage
 
@@ -46,16 +45,9 @@ class CompiledAdapted(Blocks):
         key = (block.config, tuple(params), stage.lora)
         if key not in self._functions:
             self._functions[key] = _compiled(stage, block, list(weights), list(params))
-        leaves = [t if t.requires_grad else t.detach().requires_grad_() for t in params.values()]
-        leaf = x if x.requires_grad else x.detach().requires_grad_()
-        try:
-            with torch.enable_grad():
-                output = self._functions[key](
-                    list(weights.values()), leaves, leaf, *block.angles(x)
-                )
-        except torch._dynamo.exc.TorchDynamoException as error:
-            raise refused(error) from error
-        return output if torch.is_grad_enabled() else output.detach()
+        leaves = [leaf(tensor) for tensor in params.values()]
+        matrices = list(weights.values())
+        return with_history(self._functions[key], matrices, leaves, leaf(x), *block.angles(x))
 
 
 def _compiled(

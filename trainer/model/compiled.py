@@ -53,18 +53,11 @@ class CompiledBlocks(Blocks):
             InputError: this machine cannot compile (no C compiler, no Triton).
         """
         assert isinstance(stage, Block)
-        block = stage
-        function = self._functions.get(block.config)
+        function = self._functions.get(stage.config)
         if function is None:
-            function = self._functions[block.config] = _compiled(block.config)
-        leaves = [_leaf(params[name]) for name in block.parameters]
-        cos_TK, sin_TK = block.angles(x)
-        try:
-            with torch.enable_grad():
-                output = function(leaves, _leaf(x), cos_TK, sin_TK)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            raise refused(error) from error
-        return output if torch.is_grad_enabled() else output.detach()
+            function = self._functions[stage.config] = _compiled(stage.config)
+        leaves = [leaf(params[name]) for name in stage.parameters]
+        return with_history(function, leaves, leaf(x), *stage.angles(x))
 
 
 def _compiled(config: ModelConfig) -> Compiled:
@@ -83,19 +76,29 @@ def compiled(forward: F) -> F:
     return cast(F, torch.compile(forward, fullgraph=True, dynamic=False, options=_options()))
 
 
-def refused(error: BaseException) -> InputError:
-    """Give what to tell who cannot compile."""
-    return InputError(f"blocks cannot be compiled here: {_first(error)}; {REMEDY}")
+def with_history(function: Callable[..., Tensor], *inputs: object) -> Tensor:
+    """Call a compiled function as autograd would keep it, also where nothing is kept.
+
+    Raises:
+        InputError: this machine cannot compile (no C compiler, no Triton).
+    """
+    try:
+        with torch.enable_grad():
+            output = function(*inputs)
+    except torch._dynamo.exc.TorchDynamoException as error:
+        raise InputError(f"blocks cannot be compiled here: {_first(error)}; {REMEDY}") from error
+    return output if torch.is_grad_enabled() else output.detach()
+
+
+def leaf(tensor: Tensor) -> Tensor:
+    """Give a tensor that gradients reach: itself, or the root of a history of its own."""
+    return tensor if tensor.requires_grad else tensor.detach().requires_grad_()
 
 
 def _options() -> dict[str, Any]:
     """Nothing is chosen by timing it: two processes must make the same kernels."""
     known = torch._inductor.list_options()
     return {"deterministic": True} if "deterministic" in known else {}
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    return tensor if tensor.requires_grad else tensor.detach().requires_grad_()
 
 
 def _first(error: BaseException) -> str:
