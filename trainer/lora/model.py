@@ -64,8 +64,7 @@ class AdaptedModel:
     @property
     def backward(self) -> list[AdaptedStage]:
         """Give the stages that gradients pass through, the last first."""
-        first = next(i for i, stage in enumerate(self.trunk) if stage.parameters)
-        return list(reversed(self.trunk[first:]))
+        return backward_order(self.trunk)
 
     def gradient_order(self) -> list[AdaptedStage]:
         """Give the visits of a pass that takes gradients."""
@@ -74,6 +73,12 @@ class AdaptedModel:
     def form(self, stage: AdaptedStage) -> torch.dtype | None:
         """Give the dtype in which a stage's weights are brought in; None is as they are stored."""
         return None if stage.is_table else self.step.options.torch_dtype
+
+
+def backward_order(trunk: Sequence[AdaptedStage]) -> list[AdaptedStage]:
+    """Give the stages of a trunk that gradients pass through, the last first."""
+    first = next(i for i, stage in enumerate(trunk) if stage.parameters)
+    return list(reversed(trunk[first:]))
 
 
 def slot_pool(model: StepModel, trunk: Sequence[AdaptedStage], *, poison: bool = False) -> SlotPool:

@@ -1,6 +1,6 @@
 """The memory that frozen weights pass through, one stage after the other.
 
-Owns a few buffers, each filled again and again, and the check that nobody computes with what was
+Owns a buffer that is filled again and again, and the check that nobody computes with what was
 there before: a lease carries the generation of its slot, and a slot that was given back has
 another one. Knows nothing of stages or adapters. Invariants: weights travel one way, nothing is
 copied back; a lease that ended gives no tensor any more.
@@ -94,18 +94,15 @@ class Lease:
 class SlotPool:
     """Brings shards into slots on a device, in the dtype that computes.
 
-    slot_bytes: of a slot that is kept; what is larger gets memory of its own for one lease.
+    slot_bytes: of the slot that is kept; what is larger gets memory of its own for one lease.
     """
 
-    def __init__(
-        self, device: Device, *, slot_bytes: int, slots: int = 1, poison: bool = False
-    ) -> None:
+    def __init__(self, device: Device, *, slot_bytes: int, poison: bool = False) -> None:
         self.poison = poison
         self.filled_bytes = 0
         self._device = device
         self._slot_bytes = slot_bytes
-        self._slots: list[Slot] = []
-        self._slots_max = slots
+        self._slot: Slot | None = None
 
     @contextmanager
     def lease(self, view: TensorImage, dtype: torch.dtype | None) -> Iterator[Lease]:
@@ -140,15 +137,10 @@ class SlotPool:
     def _free_slot(self, needed_bytes: int) -> Slot:
         if needed_bytes > self._slot_bytes:
             return Slot(self._memory(needed_bytes))
-        for slot in self._slots:
-            if slot.is_free:
-                # Taken in turns, so that the next lease gets the slot that is free for longest.
-                self._slots.remove(slot)
-                self._slots.append(slot)
-                return slot
-        assert len(self._slots) < self._slots_max, "more leases at once than slots"
-        self._slots.append(Slot(self._memory(self._slot_bytes)))
-        return self._slots[-1]
+        if self._slot is None:
+            self._slot = Slot(self._memory(self._slot_bytes))
+        assert self._slot.is_free, "two leases at once of one slot"
+        return self._slot
 
     def _memory(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._device.torch_device)

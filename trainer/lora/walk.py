@@ -27,7 +27,7 @@ from trainer.host_walk import SCALARS_BYTES
 from trainer.lora.away import AHEAD, AwayTape
 from trainer.lora.feeding import SLOTS
 from trainer.lora.forms import whole
-from trainer.lora.model import brought_bytes, slot_bytes
+from trainer.lora.model import backward_order, brought_bytes, slot_bytes
 from trainer.lora.slots import Lease
 from trainer.lora.stages import AdaptedStage, adapted, leased
 from trainer.lora.targets import adapter_specs, linear_modules
@@ -114,6 +114,7 @@ class _AdapterWalk(ABC):
         self._trace = trace
         self._shape = shape
         self._trunk = trunk
+        self._backward = backward_order(trunk)
         self._head = head
         self._dtype = shape.options.torch_dtype
         keys = drop_keys(trunk[0].lora.dropout, seed=0, step=1, count=shape.accumulation)
@@ -136,7 +137,7 @@ class _AdapterWalk(ABC):
             self._compute = self._compute.knowing(documents=stand_ins(ids, on_host=on_host))
         self.begin()
         adapters = self.adapters()
-        first = next(i for i, stage in enumerate(self._trunk) if stage.parameters)
+        first = len(self._trunk) - len(self._backward)
         tapes: list[Tape] = []
         hidden = list(ids)
         for place, stage in enumerate(self._trunk):
@@ -151,7 +152,7 @@ class _AdapterWalk(ABC):
                     tapes.append(away)
         gradients = self._through_head(tapes, ids)
         held = []
-        for stage in reversed(self._trunk[first:]):
+        for stage in self._backward:
             total = GradientSum()
             with self._trace.phase(f"backward {kind_of(stage)}"), self._visit(stage):
                 tapes.pop().backward(adapters[stage.name], gradients, total)
@@ -279,8 +280,7 @@ class _DeviceWalk(_AdapterWalk):
         """Take the slots of blocks, and what other stages have from the beginning of a pass."""
         size = slot_bytes(self._trunk, self._dtype)
         self._slots = [_memory(size) for _ in range(SLOTS)]
-        first = next(i for i, stage in enumerate(self._trunk) if stage.parameters)
-        order = [*self._trunk, self._head, *reversed(self._trunk[first:])]
+        order = [*self._trunk, self._head, *self._backward]
         others = [stage for stage in order if not stage.is_block and not stage.is_table]
         self._uses = Counter(stage.shard for stage in others)
         self._others = {s.shard: _memory(brought_bytes(s, self._dtype)) for s in others}
