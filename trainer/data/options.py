@@ -48,6 +48,11 @@ class PrepareOptions:
         """Say whether the files hold records of which a part is learned, not text."""
         return self.rules.form != "text"
 
+    @property
+    def keeps_apart(self) -> bool:
+        """Say whether records that share a row are marked, so that they do not see each other."""
+        return self.pack and not self.attend_across
+
     def __post_init__(self) -> None:
         if not self.text:
             raise InputError("--text: give at least one text file")

@@ -196,7 +196,7 @@ def _manifest(
         val=splits["val"],
         sources=corpus.entries,
         masked=options.has_records,
-        apart=options.pack and not options.attend_across,
+        apart=options.keeps_apart,
     )
 
 

@@ -39,7 +39,7 @@ def encoded_records(
             vocab_size=tokenizer.vocab_size,
             end_id=tokenizer.end_of_text_id,
             packs=options.pack,
-            apart=not options.attend_across,
+            apart=options.keeps_apart,
             rows_per_file=options.rows_per_file,
         )
         for name in SPLITS

@@ -32,7 +32,7 @@ class RecordPacker(RowPacker):
         vocab_size: int,
         end_id: int,
         packs: bool,
-        apart: bool = True,
+        apart: bool,
         rows_per_file: int,
     ) -> None:
         super().__init__(
@@ -47,7 +47,7 @@ class RecordPacker(RowPacker):
         self._width = seq_len + 1
         self._end_id = end_id
         self._packs = packs
-        self._apart = packs and apart
+        self._apart = apart
         self._row: list[npt.NDArray[np.uint32]] = []
         self._dropped = 0
 
