@@ -13,7 +13,14 @@ from pathlib import Path
 from export.doctor_against import Compared, folder_against, gguf_against
 from export.doctor_config import config_findings
 from export.doctor_files import MANIFEST, folder_hygiene, folder_weights, manifest_digests
-from export.doctor_findings import Examined, Finding, Place, UnreadablePackageError, worst_first
+from export.doctor_findings import (
+    ERROR,
+    Examined,
+    Finding,
+    Place,
+    UnreadablePackageError,
+    worst_first,
+)
 from export.doctor_gguf import gguf_findings
 from export.doctor_gguf_header import MAGIC
 from export.doctor_names import name_findings
@@ -106,11 +113,15 @@ def _compared(folder: Path, against: Against, size: int, load: Load) -> Compared
     told = (read_json(folder / MANIFEST) or {}).get("merged_into")
     merged_into = str(told) if told == IMPORTED else None
     found, base = _compared_with(folder, against, size, load, merged_into)
-    if base == PACKED and told is None and any(each.severity == "error" for each in found.findings):
+    if base == PACKED and told is None and _differs(found):
         other, _ = _compared_with(folder, against, size, load, IMPORTED)
-        if not any(each.severity == "error" for each in other.findings):
+        if not _differs(other):
             return other
     return found
+
+
+def _differs(compared: Compared) -> bool:
+    return any(each.severity == ERROR for each in compared.findings)
 
 
 def _compared_with(

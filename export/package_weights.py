@@ -47,8 +47,7 @@ class Weights:
         """Name the base that adapters are merged into; None where there are none."""
         if not any(self.adapters):
             return None
-        is_packed = any(lora is not None and lora.base_quant != "none" for lora in self.adapters)
-        return PACKED if is_packed and self.merges_packed else IMPORTED
+        return PACKED if _is_packed(self.adapters) and self.merges_packed else IMPORTED
 
     @property
     def commits(self) -> tuple[Commit, ...]:
@@ -91,6 +90,11 @@ class Weights:
     def _packed_of(self, view: ReadView, shard: str) -> str | None:
         """Give the packed shard that is read in a shard's place, where one is."""
         return packed_shard(view.names(), shard) if self.merges_packed else None
+
+
+def _is_packed(adapters: Sequence[LoraSettings | None]) -> bool:
+    """Say whether some adapters were trained over a packed base."""
+    return any(lora is not None and lora.base_quant != "none" for lora in adapters)
 
 
 def _read(
@@ -143,9 +147,7 @@ def open_weights(
         adapters = tuple(adapters_of(view) for view in views)
         if merge_into is not None and not any(adapters):
             raise InputError("--merge-into: there are no adapters to merge: leave it out")
-        if merge_into == PACKED and not any(
-            a is not None and a.base_quant != "none" for a in adapters
-        ):
+        if merge_into == PACKED and not _is_packed(adapters):
             raise InputError("--merge-into packed: the base was not packed: leave it out")
         yield Weights(
             store=store,
