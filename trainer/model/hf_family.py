@@ -147,8 +147,8 @@ class HfModel:
         found = Documents(positions_BT=torch.arange(4)[None] % 2)
         stand_in = torch.zeros(1, 4, self.config.hidden_size)
         with self._lock:
-            handed = self._asked(stand_in, stand_in.device, found.positions_BT)
-        return all(_parts(each, rows=4) for each in handed)
+            handed = self._asked(stand_in, found.positions_BT)
+        return all(_parts(each) for each in handed)
 
     def new_past(self) -> Any:
         """Give transformers' own cache of keys and values for this configuration, empty."""
@@ -202,12 +202,12 @@ class HfModel:
         """Ask the backbone what it hands each layer for an input of this form."""
         if documents is not None:
             return self._handed_within(x_BTD, documents)
-        key = (tuple(x_BTD.shape), x_BTD.dtype, x_BTD.device)
         if x_BTD.is_meta:
             return self._without_content(x_BTD)[0]
+        key = (tuple(x_BTD.shape), x_BTD.dtype, x_BTD.device)
         found = self._handed.get(key)
         if found is None:
-            found = self._handed[key] = self._asked(x_BTD, x_BTD.device)
+            found = self._handed[key] = self._asked(x_BTD)
             if len(self._handed) > HANDED_MAX:
                 self._handed.popitem(last=False)
         return found
@@ -221,7 +221,7 @@ class HfModel:
         """Give what is handed to layers on `meta`, and the bytes that it has elsewhere."""
         key = (tuple(x_BTD.shape), x_BTD.dtype)
         if key not in self._forms:
-            asked = self._asked(x_BTD, torch.device("cpu"))
+            asked = self._asked(x_BTD)
             self._forms[key] = [each.on_meta() for each in asked], _storage_bytes(asked)
         return self._forms[key]
 
@@ -229,21 +229,20 @@ class HfModel:
         """Ask once a micro-batch; what was handed lives as long as its record does."""
         found = self._apart.get(documents)
         if found is None:
-            device = torch.device("cpu") if x_BTD.is_meta else x_BTD.device
-            found = self._asked(x_BTD, device, documents.positions_BT.to(device))
+            found = self._asked(x_BTD, documents.positions_BT)
             if x_BTD.is_meta:
                 found = [each.on_meta() for each in found]
             self._apart[documents] = found
         return found
 
-    def _asked(
-        self, x_BTD: Tensor, device: torch.device, positions_BT: Tensor | None = None
-    ) -> list[Handed]:
+    def _asked(self, x_BTD: Tensor, positions_BT: Tensor | None = None) -> list[Handed]:
         """Pass a stand-in through the backbone: what it hands on depends on the form alone.
 
-        And on where records begin, which it tells by their positions.
+        And on where records begin, which it tells by their positions. For an input on `meta` it is
+        asked on the host.
         """
-        within = {} if positions_BT is None else {"position_ids": positions_BT}
+        device = torch.device("cpu") if x_BTD.is_meta else x_BTD.device
+        within = {} if positions_BT is None else {"position_ids": positions_BT.to(device)}
         stand_in = torch.zeros((), dtype=x_BTD.dtype, device=device).expand(x_BTD.shape)
         with torch.no_grad(), self._tables_on(device):
             self._backbone(inputs_embeds=stand_in, **within, **_PLAIN)
@@ -267,12 +266,12 @@ class HfModel:
 _PLAIN = {"use_cache": False}
 
 
-def _parts(handed: Handed, *, rows: int) -> bool:
+def _parts(handed: Handed) -> bool:
     """Say whether a layer's mask hides the first of two records of 2 tokens from the second."""
     masks = [
         each
         for each in (*handed.args, *handed.named.values())
-        if isinstance(each, Tensor) and each.dim() == 4 and each.shape[-2:] == (rows, rows)
+        if isinstance(each, Tensor) and each.dim() == 4 and each.shape[-2:] == (4, 4)
     ]
     seen = [mask if mask.dtype == torch.bool else mask == 0 for mask in masks]
     return bool(seen) and not any(bool(each[..., 2:, :2].any()) for each in seen)
