@@ -1,10 +1,11 @@
 """The digest of an image that grows from its start on, taken while the rest is still written.
 
 Owns how far it has come. A digest takes one byte after the other: one thread is at it at a time,
-whichever comes first, the task that `fill_to` started or the one that calls `finish`. Invariant:
-there is one task an image at most, which goes on until it has caught up. So threads do not wait for
-one another while other images have work for them, and nobody waits for a task that is still queued.
-Knows nothing of files.
+whichever comes first, the task that `fill_to` started or the one that calls `finish`. Invariants:
+there is one task an image at most, which goes on until it has caught up, or until the end is wanted
+and whoever wants it takes over, within `PART_BYTES`. So threads do not wait for one another while
+other images have work for them, and nobody waits for a task that is still queued. Knows nothing of
+files.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import numpy as np
 import xxhash
 
 from shardb.buffers import Bytes
+
+# A few milliseconds of one thread.
+PART_BYTES = 16 << 20
 
 
 class GrowingDigest:
@@ -29,6 +33,7 @@ class GrowingDigest:
         self._turn = threading.Lock()
         self._asking = threading.Lock()
         self._has_task = False
+        self._is_wanted = False
         self._filled_bytes = 0
         self._done_bytes = 0
 
@@ -51,8 +56,10 @@ class GrowingDigest:
         """Give the digest of the whole image, which is complete; it is let go of."""
         with self._asking:
             self._filled_bytes = self._size_bytes
+            self._is_wanted = True
         with self._turn:
-            self._go_on()
+            while self._done_bytes < self._size_bytes:
+                self._go_on()
         self._image = np.empty(0, dtype=np.uint8)
         return self._digest.hexdigest()
 
@@ -64,11 +71,10 @@ class GrowingDigest:
     def _is_behind(self) -> bool:
         """Say whether the task has more to do; else it is over, and the next one may begin."""
         with self._asking:
-            self._has_task = self._done_bytes < self._filled_bytes
+            self._has_task = not self._is_wanted and self._done_bytes < self._filled_bytes
             return self._has_task
 
     def _go_on(self) -> None:
-        filled = self._filled_bytes
-        if self._done_bytes < filled:
-            self._digest.update(self._image[self._done_bytes : filled].data)
-            self._done_bytes = filled
+        end = min(self._filled_bytes, self._done_bytes + PART_BYTES)
+        self._digest.update(self._image[self._done_bytes : end].data)
+        self._done_bytes = end

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -57,6 +59,35 @@ def test_do_tasks_of_many_threads_take_turns() -> None:
             for size in range(0, SIZE, 5003):
                 digest.fill_to(size)
             assert digest.finish() == expected
+
+
+def test_does_who_wants_the_end_take_over_from_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that waited for the task instead would keep another image from being digested."""
+    monkeypatch.setattr("shardb.digesting.PART_BYTES", 1000)
+    whole, parts = image(), list[int]()
+
+    class Slow:
+        """Digests; the first part takes until the end is wanted."""
+
+        def __init__(self) -> None:
+            self.inner = xxhash.xxh3_128()
+            self.hexdigest = self.inner.hexdigest
+
+        def update(self, part: memoryview) -> None:
+            parts.append(threading.get_ident())
+            self.inner.update(part)
+            while not digest._is_wanted:
+                time.sleep(0.001)
+
+    with ThreadPoolExecutor(1) as pool:
+        digest = GrowingDigest(whole, pool.submit)
+        monkeypatch.setattr(digest, "_digest", Slow())
+        digest.fill_to(SIZE)
+        while not parts:
+            time.sleep(0.001)
+        assert digest.finish() == xxhash.xxh3_128_hexdigest(whole.tobytes())
+    assert parts.count(parts[0]) == 1  # the task did no more than what it was at
+    assert parts.count(threading.get_ident()) == len(parts) - 1 == SIZE // 1000 - 1
 
 
 def test_is_nothing_held_once_it_is_finished() -> None:
