@@ -17,35 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tools.bench.gpu_arms import Resident
 from tools.bench.gpu_product import rows_of
 from tools.exactness_trace import digests_of
 from trainer.found import find_run
 from trainer.plan import Plan, make_plan
-
-
-class Control(Resident):
-    """Resident training whose vectors are spared the decay where the recipe says so."""
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__(plan, checkpointed=False)
-        options = self.options
-        if options.weight_decay_scope == "all":
-            return
-        every = [p for shard in self.params.values() for p in shard.values()]
-        groups: list[dict[str, Any]] = [
-            {"params": [p for p in every if p.dim() > 1]},
-            {"params": [p for p in every if p.dim() <= 1], "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(
-            groups,
-            betas=(options.beta1, options.beta2),
-            eps=options.adam_eps,
-            weight_decay=options.weight_decay,
-            fused=True,
-        )
 
 
 def plan_of(given: dict[str, Any]) -> Plan:
@@ -78,7 +54,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args(words)
     plan = plan_of(json.loads(arguments.given.read_text()))
-    trainer = Control(plan)
+    trainer = Resident(plan, checkpointed=False)
     with arguments.out.open("w", buffering=1) as out:
         for step in range(1, arguments.steps + 1):
             out.write(json.dumps(step_line(plan, trainer, step)) + "\n")

@@ -68,6 +68,7 @@ ACTIVATIONS: tuple[Mapping[str, Any], ...] = (
 WINDOWS = (1, 3, 500)
 PENDING_WRITES = (1, 4)
 GRADIENTS = ("vram", "host")
+DECAYED = ("all", "matrices")
 # Cells that differ in the last three factors alone have one reference.
 MODES = 8
 
@@ -84,9 +85,17 @@ class Reference:
     @property
     def geometry(self) -> str:
         """Name the geometry: every one meets every value of every other factor."""
-        at = {f.name: FACTORS[f.name].index(getattr(self, f.name)) for f in fields(self)}
+        at = self._places()
         number = at["clip"] + 3 * at["accumulation"] + 2 * at["dtype"]
         return [*GEOMETRIES][number % len(GEOMETRIES)]
+
+    @property
+    def weight_decay_scope(self) -> str:
+        """Name what is decayed: both meet every value of every factor, and every geometry."""
+        return DECAYED[sum(self._places().values()) % len(DECAYED)]
+
+    def _places(self) -> dict[str, int]:
+        return {f.name: FACTORS[f.name].index(getattr(self, f.name)) for f in fields(self)}
 
 
 @dataclass(frozen=True, kw_only=True, order=True)

@@ -111,6 +111,7 @@ def given_of(cell: Cell, places: Places, device: str) -> dict[str, Any]:
         "optimizer": cell.optimizer,
         "grad_clip_mode": cell.clip,
         "max_grad_norm": MAX_NORM[cell.clip],
+        "weight_decay_scope": cell.reference.weight_decay_scope,
         "micro_batch_size": MICRO_BATCH,
         "gradient_accumulation_steps": cell.accumulation,
         "learning_rate": PEAK_RATE,
@@ -176,6 +177,7 @@ def resident_trace(reference: Reference, data: Path, device: str) -> Trace:
         max_grad_norm=MAX_NORM[reference.clip],
         lm_head_chunk_tokens=CHUNK_TOKENS,
         weight_decay=0.05,
+        weight_decay_scope=reference.weight_decay_scope,
     )
     name = Device.from_name(device).name
     config = ModelConfig(**SIZES, **GEOMETRIES[reference.geometry])

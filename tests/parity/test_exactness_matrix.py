@@ -9,8 +9,9 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -116,6 +117,8 @@ def test_the_matrix_is_whole_and_every_geometry_meets_every_value() -> None:
     references = sorted({cell.reference for cell in cells})
     assert (len(cells), len(set(cells)), len(references)) == (432, 432, 54)
     assert len(geometries_met(references)) == len(GEOMETRIES) * (3 + 3 + 2 + 3)
+    decayed = {(each.weight_decay_scope, *met) for each in references for met in _met(each)}
+    assert len(decayed) == 2 * (len(GEOMETRIES) + 3 + 3 + 2 + 3)
     for name, values in (("activation_placement", 4), ("prefetch_window", 3)):
         met = {(str(ways_of(c).get(name)), c.store, c.prefetch, c.optimizer) for c in cells}
         assert len(met) == values * 2 * 2 * 3, name
@@ -124,6 +127,12 @@ def test_the_matrix_is_whole_and_every_geometry_meets_every_value() -> None:
     killed = spread_sample(0, 24)
     assert len(set(killed)) == 24
     assert uncovered_pairs(killed) == set()
+
+
+def _met(reference: Reference) -> Iterator[tuple[str, Any]]:
+    yield "geometry", reference.geometry
+    for field in fields(reference):
+        yield field.name, getattr(reference, field.name)
 
 
 def test_a_trace_that_differs_anywhere_is_noticed(

@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from shardb import TensorSpec
-from tests.parity.test_streamed_equals_resident import Comparison, options_of
-from tests.support.tiny_model import TINY, TINY_TIED
+from tests.parity.test_streamed_equals_resident import SEED, Comparison, options_of
+from tests.support.resident import ResidentTrainer
+from tests.support.tiny_model import TINY, TINY_QWEN, TINY_TIED
 from trainer.device import Device
 from trainer.optimizers import lion
 from trainer.optimizers.lion import Lion
 from trainer.optimizers.tiles import ShardUpdate
+from trainer.options import EngineOptions
 
 MATRIX = [
     ("lion", "fp32", "global", 3),
@@ -39,6 +41,35 @@ def test_streamed_equals_resident(optimizer: str, dtype: str, clip: str, accumul
 def test_streamed_equals_resident_with_tied_embeddings(optimizer: str) -> None:
     options = replace(options_of("fp32", "global"), optimizer=optimizer)
     assert Comparison(TINY_TIED, options, 1).differences() == []
+
+
+OPTIMIZERS = ["adamw", "lion", "adafactor"]
+
+
+def matrices_only(optimizer: str) -> EngineOptions:
+    options = options_of("fp32", "none")
+    return replace(options, optimizer=optimizer, weight_decay_scope="matrices")
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_vectors_are_spared_the_decay_as_in_resident_training(optimizer: str) -> None:
+    assert Comparison(TINY_QWEN, matrices_only(optimizer), 1).differences() == []
+
+
+class DecayedVectors(Comparison):
+    """The resident side decays vectors too, as if it had not been told."""
+
+    def __init__(self, optimizer: str) -> None:
+        options = matrices_only(optimizer)
+        super().__init__(TINY_QWEN, options, 1)
+        told = replace(options, weight_decay_scope="all")
+        self.resident = ResidentTrainer(TINY_QWEN, told, SEED)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_comparison_notices_vectors_that_are_decayed(optimizer: str) -> None:
+    found = DecayedVectors(optimizer).differences()
+    assert any(name.endswith("norm.weight") for name in found)
 
 
 class OtherDecay(Comparison):

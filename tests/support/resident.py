@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from trainer.model.stages import Stage, build_head, build_stages, build_trunk
 from trainer.options import EngineOptions
 
 MOMENTS = {"exp_avg", "exp_avg_sq", "row_var", "col_var", "variance"}
+ParameterGroup = dict[str, Any]
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -174,7 +176,7 @@ class ResidentLion(torch.optim.Optimizer):
     """Lion over whole tensors, written from the paper's algorithm 2."""
 
     def __init__(
-        self, params: list[Tensor], betas: tuple[float, float], weight_decay: float
+        self, params: Sequence[ParameterGroup], betas: tuple[float, float], weight_decay: float
     ) -> None:
         super().__init__(params, {"lr": 0.0, "betas": betas, "weight_decay": weight_decay})
 
@@ -197,17 +199,28 @@ def gradients_of(shard: dict[str, Tensor]) -> list[Tensor]:
 def optimizer_of(options: EngineOptions, params: list[Tensor]) -> torch.optim.Optimizer:
     """Give the resident optimizer of the options."""
     betas = (options.beta1, options.beta2)
+    groups = groups_of(options, params)
     if options.optimizer == "lion":
-        return ResidentLion(params, betas, options.weight_decay)
+        return ResidentLion(groups, betas, options.weight_decay)
     if options.optimizer == "adafactor":
-        return torch.optim.Adafactor(params, weight_decay=options.weight_decay)
+        return torch.optim.Adafactor(groups, weight_decay=options.weight_decay)
     return torch.optim.AdamW(
-        params,
+        groups,
         betas=betas,
         eps=options.adam_eps,
         weight_decay=options.weight_decay,
         fused=True,
     )
+
+
+def groups_of(options: EngineOptions, params: list[Tensor]) -> list[ParameterGroup]:
+    """Give the parameters, those that are spared the decay as a group of their own."""
+    if options.weight_decay_scope == "all":
+        return [{"params": params}]
+    return [
+        {"params": [p for p in params if p.dim() > 1]},
+        {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0},
+    ]
 
 
 def first_values(stage: Stage, seed: int) -> dict[str, Tensor]:
