@@ -150,10 +150,8 @@ def _shard_bytes(model: ModelConfig, forms: EngineOptions) -> Mapping[str, int]:
     return sizes
 
 
-def check_space(budget: Budget, store: Path, active: Path | None = None) -> None:
+def check_space(budget: Budget, store: Path) -> None:
     """Refuse a run that does not fit; StorageFullError names the file system and both sizes."""
-    if active is not None:
-        _check_active_space(budget, store, active)
     folder = existing_parent(store)
     free_bytes = _free_bytes(folder)
     held_bytes = _held_bytes(store)
@@ -190,7 +188,8 @@ def _overhead_bytes(stop: int | None, shards: int) -> int:
     return min(STORE_OVERHEAD_BYTES, STORE_LEAST_BYTES + grown_bytes)
 
 
-def _check_active_space(budget: Budget, store: Path, active: Path) -> None:
+def check_active_space(budget: Budget, store: Path, active: Path) -> None:
+    """Refuse a run whose active store does not fit, beside the durable one where they share."""
     folder = existing_parent(active)
     needed_bytes, room_bytes = budget.active_bytes, _free_bytes(folder) + _held_bytes(active)
     shared = ""

@@ -38,6 +38,9 @@ Examples:
   train --store run --active /dev/shm/run --durable-every 50   steps in memory, some of them kept
   train --store run --preset demo --data-dir data/train --dry-run   sizes only, nothing is made
 
+A dry run fails with the exit code that the run itself would, and names every budget that does not
+hold.
+
 An interrupt (SIGINT, SIGTERM) lets the step in work finish and commit. A second SIGINT, SIGKILL or
 a power cut leaves the store at its last commit: start again with the same command. At most the
 step in work is lost, and the result is the same, bit for bit, as that of a run never stopped.

@@ -1,19 +1,30 @@
 """Every budget of a run by itself, before anything is allocated, and the one that binds.
 
 Owns which budgets there are, what each has to hold against, and the flag that helps. Sizes come
-from `budget`, device memory from `vram`, rates from `ceiling`. It refuses nothing but
-device memory: `budget` refuses the others.
+from `budget`, device memory from `vram`, rates from `ceiling`. It says which budgets refuse a run:
+a dry run tells all of them, a start raises the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shardb.durations import duration
-from trainer.budget import TENSORS, Budget, is_ram_disk, room_bytes, step_shape
+from shardb.errors import ShardbError
+from trainer.budget import (
+    TENSORS,
+    Budget,
+    check_active_space,
+    check_memory,
+    check_space,
+    is_ram_disk,
+    room_bytes,
+    step_shape,
+)
 from trainer.ceiling import DEVICE_COPY_BYTES, Ceiling, measure, step_flops
 from trainer.device import Device
 from trainer.errors import InputError
@@ -107,6 +118,27 @@ def preflight(
 def binding(lines: Sequence[BudgetLine]) -> BudgetLine:
     """Give the budget of which most is used."""
     return max(lines, key=lambda line: line.share)
+
+
+def refusals(
+    lines: Sequence[BudgetLine], settings: Settings, budget: Budget, store: Path
+) -> dict[str, ShardbError]:
+    """Give the error of every budget that does not hold, by the budget's name."""
+    checks: dict[str, Callable[[], object]] = {"device memory": partial(check_vram, lines)}
+    if settings.active is not None:
+        active = Path(settings.active)
+        checks[_active_name(active)] = partial(check_active_space, budget, store, active)
+    checks |= {
+        "disk space": partial(check_space, budget, store),
+        "host memory": partial(check_memory, budget),
+    }
+    found = {}
+    for name, check in checks.items():
+        try:
+            check()
+        except ShardbError as error:
+            found[name] = error
+    return found
 
 
 def check_vram(lines: Sequence[BudgetLine]) -> None:
@@ -227,10 +259,13 @@ def _ram_disk(settings: Settings, budget: Budget) -> list[BudgetLine]:
     if settings.active is None:
         return []
     place = Path(settings.active)
-    name = "RAM disk" if is_ram_disk(place) else "active store's disk"
-    room = room_bytes(place)
+    name, room = _active_name(place), room_bytes(place)
     text = f"{in_bytes(budget.active_bytes)} of {in_bytes(room)} for {place}"
     return [_line(name, budget.active_bytes, room, text, "lower --active-copies (2 is the least)")]
+
+
+def _active_name(active: Path) -> str:
+    return "RAM disk" if is_ram_disk(active) else "active store's disk"
 
 
 def _disk_space(budget: Budget, store: Path) -> BudgetLine:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from shardb import Commit
 from shardb.errors import ShardbError
 from shardb.state import DEFAULT_BRANCH
-from trainer.budget import check_memory, check_space
+from trainer.budget import check_memory
 from trainer.ceiling import Ceiling, ceiling_of
 from trainer.device import Device
 from trainer.engine import Engine
@@ -32,7 +32,7 @@ from trainer.lora.forecast import bracket
 from trainer.opening import Surroundings, opened_tiers
 from trainer.pipeline.choosing import pipeline_settings, pipeline_way, vram_budget_of
 from trainer.plan import Plan, finished_text, make_plan, validates
-from trainer.preflight import BudgetLine, binding, check_vram, preflight, preflight_text
+from trainer.preflight import BudgetLine, binding, preflight, preflight_text, refusals
 from trainer.progress import Progress, note_before, progress_for
 from trainer.recipe import Recipe, Settings
 from trainer.recipe_build import Given, check_given
@@ -59,14 +59,12 @@ def train(given: Given, request: StopRequest, say: Callable[[str], None]) -> int
             return 0
     plan = make_plan(found, given, notes, note=note_before)
     if given.get("dry_run"):
-        say(_report(plan, as_json=bool(given.get("json"))))
-        return 0
+        return _dry_run(plan, say, as_json=bool(given.get("json")))
     if given.get("trace"):
         _check_traced(plan, Path(given["trace"]))
     lines = _preflight(plan, measures=False)
-    check_vram(lines)
-    active = plan.settings.active
-    check_space(plan.budget, plan.store, Path(active) if active else None)
+    for refusal in _refusals(plan, lines).values():
+        raise refusal
     memory_warning = check_memory(plan.budget)
     if plan.settings.tensorboard is not None:
         writer_class()
@@ -293,19 +291,36 @@ def _say_end(plan: Plan, run: Run) -> int:
     return 0
 
 
-def _report(plan: Plan, *, as_json: bool) -> str:
-    parts = (plan.recipe, plan.settings, plan.budget)
+def _dry_run(plan: Plan, say: Callable[[str], None], *, as_json: bool) -> int:
+    """Tell everything, then fail as the run itself would where a budget does not hold."""
     lines = _preflight(plan, measures=True)
+    refused = _refusals(plan, lines)
+    say(_report(plan, lines, refused, as_json=as_json))
+    for refusal in refused.values():
+        raise refusal
+    return 0
+
+
+def _report(
+    plan: Plan, lines: list[BudgetLine], refused: Mapping[str, ShardbError], *, as_json: bool
+) -> str:
+    parts = (plan.recipe, plan.settings, plan.budget)
     if as_json:
         told: dict[str, Any] = {
             "budgets": [line.to_json() for line in lines],
             "binding": binding(lines).name,
+            "refused": {name: error.message for name, error in refused.items()},
             "notes": list(plan.notes),
         }
         if plan.tuned is not None:
             told["fit"] = plan.tuned.to_json()
         return json.dumps(report_json(*parts) | told, indent=2)
-    return "\n".join([report_text(*parts), *preflight_text(lines), *plan.notes])
+    broken = [f"  does not hold: {', '.join(refused)}"] if refused else []
+    return "\n".join([report_text(*parts), *preflight_text(lines), *broken, *plan.notes])
+
+
+def _refusals(plan: Plan, lines: list[BudgetLine]) -> dict[str, ShardbError]:
+    return refusals(lines, plan.settings, plan.budget, plan.store)
 
 
 def _binding_text(lines: list[BudgetLine]) -> str:
