@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -21,7 +21,7 @@ from trainer.model.adapter_settings import LoraSettings
 from trainer.model.adapters import A_ENDS, B_ENDS, Adapter
 from trainer.model.micro_batch import MicroBatch
 from trainer.model.packed import PREFIX
-from trainer.model.stages import Parameter, Stage
+from trainer.model.stages import Block, Parameter, Stage
 
 
 class Binding:
@@ -157,4 +157,5 @@ class AdaptedStage(Stage):
 
 def adapted(stage: Stage, lora: LoraSettings) -> AdaptedStage:
     """Give a stage with adapters, or with its weights merely frozen where it has no target."""
-    return AdaptedStage(stage.config, stage, lora)
+    inner = replace(stage, angles_on_device=True) if isinstance(stage, Block) else stage
+    return AdaptedStage(stage.config, inner, lora)

@@ -81,7 +81,8 @@ def _walked(
     dtype = shape.options.torch_dtype
     # Made before counting begins, because it lasts; it is counted as such.
     layers.rotary_angles(
-        shape.seq_len, config.head_dim, config.rope_theta, dtype, META, config.rope_scaling
+        *(shape.seq_len, config.head_dim, config.rope_theta, dtype, META, config.rope_scaling),
+        made_on=META,
     )
     trace = MemoryTrace(block_bytes=(lambda size: size) if is_host else block_bytes)
     trunk = [adapted(stage, lora) for stage in build_trunk(config)]

@@ -69,10 +69,13 @@ def rotary_angles(
     dtype: torch.dtype,
     device: torch.device,
     scaling: RopeScaling | None = None,
+    *,
+    made_on: torch.device | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Give cosine and sine [T, K] of position times theta^(-2i/K), rounded to `dtype`.
 
-    `scaling` stretches those frequencies first.
+    `scaling` stretches those frequencies first. made_on: where cosines are taken, the host if it is
+    not said; a device's may round otherwise in the last bit.
 
     The cache holds values that follow from the arguments alone; tables are never written to.
     """
@@ -82,7 +85,9 @@ def rotary_angles(
         frequencies = 1.0 / (theta**exponents)
         if scaling is not None:
             frequencies = stretched(frequencies, scaling)
-        angles_TK2 = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies[None, :]
+        place = made_on or torch.device("cpu")
+        positions_T = torch.arange(positions, dtype=torch.float32, device=place)
+        angles_TK2 = positions_T[:, None] * frequencies.to(place)[None, :]
         angles_TK = torch.cat((angles_TK2, angles_TK2), dim=-1)
         return angles_TK.cos().to(device, dtype), angles_TK.sin().to(device, dtype)
 

@@ -93,9 +93,14 @@ class Embeddings(Stage):
 
 @dataclass(frozen=True, slots=True)
 class Block(Stage):
-    """Attention, then the gated feed-forward, each normalised first and added to its input."""
+    """Attention, then the gated feed-forward, each normalised first and added to its input.
+
+    angles_on_device: take the cosines of rotary positions where the block computes, as transformers
+    does; otherwise on the host, the same for every device.
+    """
 
     index: int
+    angles_on_device: bool = False
 
     @property
     def name(self) -> str:
@@ -135,6 +140,7 @@ class Block(Stage):
             x_BTD.dtype,
             x_BTD.device,
             config.rope_scaling,
+            made_on=x_BTD.device if self.angles_on_device else None,
         )
 
     def forward_turned(
