@@ -105,6 +105,17 @@ def cases() -> Iterator[tuple[str, StepShape]]:
         "wide, 16 x 2048, 512 logits",
         replace(long, options=replace(long.options, lm_head_chunk_tokens=512)),
     )
+    for name, shape in [("base", base), ("qwen3-like", replace(base, model=models["qwen3-like"]))]:
+        yield f"compiled, {name}", _compiled(shape)
+    yield "compiled, 4 x 8 rows", _compiled(replace(base, accumulation=4))
+    yield "compiled, wide, fp32", _compiled(replace(base, model=wide, options=fp32))
+    yield "compiled, wide, 16 x 2048", _compiled(long)
+    host = replace(base.options, activation_placement="host")
+    yield "compiled, wide, host", _compiled(replace(base, model=wide, options=host))
+
+
+def _compiled(shape: StepShape) -> StepShape:
+    return replace(shape, options=replace(shape.options, compile_blocks=True))
 
 
 def settings_of(shape: StepShape) -> PipelineSettings:
@@ -163,6 +174,7 @@ def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--predict-only", action="store_true")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--pipeline", action="store_true", help="train through the pipeline")
+    parser.add_argument("--only", default="", help="cases with this in their name")
     parser.add_argument("--limit-seconds", type=float, default=LIMIT_SECONDS)
     parser.add_argument("--json", type=Path, help="file for the rows")
     return parser.parse_args(words)
@@ -178,7 +190,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
     started, found = time.monotonic(), []
     for name, shape in cases():
-        if given.pipeline and not is_supported(shape.options):
+        if given.only not in name or (given.pipeline and not is_supported(shape.options)):
             continue
         if time.monotonic() - started > given.limit_seconds:
             print(f"{name:<28} left out: {given.limit_seconds:.0f} s are over")
