@@ -58,6 +58,7 @@ def _walked(shape: StepShape, blocks: int) -> Mapping[str, int]:
         shape.options.torch_dtype,
         META,
         config.rope_scaling,
+        made_on=None,  # as blocks ask for them: other words would make other tables
     )
     trace = MemoryTrace(block_bytes=lambda size: size)
     with trace, trace.left_out():  # token ids are numpy's

@@ -131,7 +131,8 @@ def _walked(shape: StepShape, blocks: int) -> Mapping[str, int]:
     dtype = shape.options.torch_dtype
     # Made before counting begins, because it lasts; it is counted as such.
     layers.rotary_angles(
-        shape.seq_len, config.head_dim, config.rope_theta, dtype, META, config.rope_scaling
+        *(shape.seq_len, config.head_dim, config.rope_theta, dtype, META, config.rope_scaling),
+        made_on=None,  # as blocks ask for them: other words would make other tables
     )
     ids = [
         torch.empty(shape.micro_batch_size, shape.seq_len, dtype=torch.int64, device=META)

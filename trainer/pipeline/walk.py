@@ -350,7 +350,8 @@ def _make_tables(shape: StepShape) -> None:
     """Make the tables of angles before counting begins: they last, and count as such."""
     model, dtype = shape.model, shape.options.torch_dtype
     layers.rotary_angles(
-        shape.seq_len, model.head_dim, model.rope_theta, dtype, META, model.rope_scaling
+        *(shape.seq_len, model.head_dim, model.rope_theta, dtype, META, model.rope_scaling),
+        made_on=None,  # as blocks ask for them: other words would make other tables
     )
 
 
