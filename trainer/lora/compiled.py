@@ -1,32 +1,36 @@
-"""Adapted blocks as one compiled function each way: fewer, larger kernels.
+"""Adapted blocks as compiled functions: fewer, larger kernels, and in a replay no idle product.
 
-Owns the compiled functions, one a model geometry and set of adapters. Knows nothing of where
+Owns the compiled functions, one set a model geometry and set of adapters. Knows nothing of where
 weights come from. Compiled kernels round otherwise than PyTorch's own, so whether blocks are
 compiled belongs to a run's recipe; the invariant is that of `trainer.model.compiled`: a forward
 pass is always the one that autograd would keep.
+
+A block without an adapter on its last matrix is cut in front of it. That product is added to the
+output and goes nowhere else: who computes the block again for its gradients has no use for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.lora.stages import AdaptedStage
 from trainer.model.adapters import A_ENDS, B_ENDS, Adapter
 from trainer.model.compiled import Blocks, compiled, leaf, with_history
-from trainer.model.layers import AdaptedWeight
+from trainer.model.layers import AdaptedWeight, linear
 from trainer.model.stages import Block, Stage
-
-Function = Callable[[list[Tensor], list[Tensor], Tensor, Tensor, Tensor], Tensor]
 
 
 class CompiledAdapted(Blocks):
     """Runs native blocks with adapters; a block whose weights are bound packed is left out."""
 
     def __init__(self) -> None:
-        self._functions: dict[tuple[object, ...], Function] = {}
+        self._functions: dict[tuple[object, ...], _Functions] = {}
 
     def takes(self, stage: Stage) -> bool:
         """Say whether a stage runs compiled."""
@@ -35,30 +39,105 @@ class CompiledAdapted(Blocks):
     def run(self, stage: Stage, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Compute a block's output, with its history where gradients are wanted.
 
+        In a replay the output has its shape and its history alone.
+
         Raises:
             InputError: this machine cannot compile (no C compiler, no Triton).
         """
         assert isinstance(stage, AdaptedStage)
         block = stage.inner
         assert isinstance(block, Block)
-        weights = stage.binding.weights()
+        weights = dict(stage.binding.weights())
         key = (block.config, tuple(params), stage.lora)
         if key not in self._functions:
-            self._functions[key] = _compiled(stage, block, list(weights), list(params))
+            self._functions[key] = _functions(stage, block, list(weights), list(params))
+        functions = self._functions[key]
         leaves = [leaf(tensor) for tensor in params.values()]
+        if functions.last is None:
+            matrices = list(weights.values())
+            output: Tensor = with_history(
+                functions.first, matrices, leaves, leaf(x), *block.angles(x)
+            )
+            return output
+        matrix = weights.pop(functions.last.name)
         matrices = list(weights.values())
-        return with_history(self._functions[key], matrices, leaves, leaf(x), *block.angles(x))
+        parts = with_history(functions.first, matrices, leaves, leaf(x), *block.angles(x))
+        ended = (*parts, matrix, functions.last, stage.binding.is_replay)
+        found: Tensor = _Ended.apply(*ended)  # type: ignore[no-untyped-call]
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Last:
+    """The last product: its matrix, x + product of what the gate lets through, and the way back."""
+
+    name: str
+    forward: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Functions:
+    """A whole block, or what comes before its last product."""
+
+    first: Callable[..., Any]
+    last: _Last | None
+
+
+class _Ended(torch.autograd.Function):
+    """The end of a block that was cut."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gate: Tensor, up: Tensor, matrix: Tensor, last: _Last, is_replay: bool
+    ) -> Tensor:
+        ctx.save_for_backward(gate, up, matrix)
+        ctx.last = last
+        if is_replay:
+            return x.new_zeros(()).expand(x.shape)
+        return last.forward(x.detach(), gate.detach(), up.detach(), matrix)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        [gradient] = gradients
+        return gradient, *ctx.last.backward(*ctx.saved_tensors, gradient), None, None, None
+
+
+def _functions(
+    stage: AdaptedStage, block: Block, weights: Sequence[str], names: Sequence[str]
+) -> _Functions:
+    last = block.added_last
+    assert last is not None
+    if last.removesuffix(".weight") + A_ENDS in names:
+        return _Functions(first=_compiled(stage, block.forward_turned, weights, names), last=None)
+    before = [name for name in weights if name != last]
+    return _Functions(
+        first=_compiled(stage, block.gated_turned, before, names),
+        last=_Last(name=last, forward=compiled(_ended), backward=compiled(_back)),
+    )
+
+
+def _ended(x: Tensor, gate: Tensor, up: Tensor, matrix: Tensor) -> Tensor:
+    return x + linear(F.silu(gate) * up, matrix)
+
+
+def _back(gate: Tensor, up: Tensor, matrix: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    inner = gradient @ matrix
+    return torch.ops.aten.silu_backward(inner * up, gate), inner * F.silu(gate)
 
 
 def _compiled(
-    stage: AdaptedStage, block: Block, weight_names: list[str], names: list[str]
-) -> Function:
+    stage: AdaptedStage,
+    function: Callable[..., Any],
+    weight_names: Sequence[str],
+    names: Sequence[str],
+) -> Callable[..., Any]:
     modules = [name.removesuffix(A_ENDS) for name in names if name.endswith(A_ENDS)]
     scale, rounds_first = stage.lora.scale, stage.is_packed
 
     def forward(
         weights: list[Tensor], leaves: list[Tensor], x: Tensor, cos_TK: Tensor, sin_TK: Tensor
-    ) -> Tensor:
+    ) -> Any:
         bound: dict[str, Any] = dict(zip(weight_names, weights, strict=True))
         params = dict(zip(names, leaves, strict=True))
         for module in modules:
@@ -70,6 +149,6 @@ def _compiled(
             )
             matrix = bound[f"{module}.weight"]
             bound[f"{module}.weight"] = AdaptedWeight(matrix, adapter.added_to)
-        return block.forward_turned(bound, x, (cos_TK, sin_TK))
+        return function(bound, x, (cos_TK, sin_TK))
 
     return compiled(forward)

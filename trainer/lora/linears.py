@@ -21,6 +21,32 @@ from trainer.model.adapters import Adapter
 Product = Callable[[Tensor, Tensor | None], Tensor]
 
 
+class _BackAlone(torch.autograd.Function):
+    """A product whose value nobody asks for: it goes back as `F.linear` does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x.new_zeros(()).expand(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        [weight] = ctx.saved_tensors
+        [gradient] = gradients
+        return (gradient.flatten(0, -2) @ weight).view(*gradient.shape[:-1], -1), None
+
+
+def back_alone(weight: Tensor) -> Product:
+    """Give the product with a frozen weight for a replay that has no use for its value."""
+
+    def multiply(x: Tensor, bias: Tensor | None) -> Tensor:
+        assert bias is None
+        output: Tensor = _BackAlone.apply(x, weight)  # type: ignore[no-untyped-call]
+        return output
+
+    return multiply
+
+
 def rms_norm(
     input: Tensor,  # noqa: A002
     normalized_shape: Sequence[int],

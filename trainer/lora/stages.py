@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from trainer.lora import nf4
-from trainer.lora.linears import AdaptedLinears, Product
+from trainer.lora.linears import AdaptedLinears, Product, back_alone
 from trainer.lora.slots import Lease, LookUp, StaleSlotError
 from trainer.lora.targets import adapter_parameters, linear_modules
 from trainer.model.adapter_settings import LoraSettings
@@ -25,10 +25,23 @@ from trainer.model.stages import Block, Parameter, Stage
 
 
 class Binding:
-    """The weights of the visit that is going on."""
+    """The weights of the visit that is going on.
+
+    is_replay: stages are computed again for their gradients, and nobody looks at their outputs.
+    """
 
     def __init__(self) -> None:
         self._lease: Lease | None = None
+        self.is_replay = False
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Let what is computed in a block be asked for its gradients alone."""
+        self.is_replay = True
+        try:
+            yield
+        finally:
+            self.is_replay = False
 
     @contextmanager
     def bound(self, lease: Lease) -> Iterator[None]:
@@ -93,7 +106,7 @@ class AdaptedStage(Stage):
         if nf4.holds(weights):
             weights, products = self._unpacking(weights, x)
         else:
-            products = []
+            products = self._unasked(weights)
         linears = AdaptedLinears(self._adapters(batch, weights, params), products)
         # A resident model multiplies [B, T, D]; for [N, D] a device may choose other kernels.
         rows = x[None] if x.dim() == 2 and x.is_floating_point() else x
@@ -123,6 +136,13 @@ class AdaptedStage(Stage):
     def shard(self) -> str:
         """Give the name of the frozen shard that is bound."""
         return (PREFIX if self.is_packed else "params/") + self.name
+
+    def _unasked(self, weights: Mapping[str, Tensor]) -> list[tuple[Tensor, Product]]:
+        """Give the product that a replay has no use for, which is a quarter of a block's."""
+        name = self.inner.added_last
+        if name is None or not self.binding.is_replay:
+            return []
+        return [(weights[name], back_alone(weights[name]))]
 
     def _unpacking(
         self, packed: Mapping[str, Tensor], x: Tensor

@@ -81,7 +81,8 @@ class AdapterPass(GradientPass):
         found = []
         for stage in model.backward:
             total = GradientSum()
-            with self._visits.visit(stage), clock.measure("backward_kernel_seconds"):
+            measured = clock.measure("backward_kernel_seconds")
+            with self._visits.visit(stage), stage.binding.replaying(), measured:
                 tapes.pop().backward(self._adapters.get(stage.name, {}), gradients, total)
             if stage.parameters:
                 assert list(total.gradients) == list(stage.parameters), "an adapter has no gradient"

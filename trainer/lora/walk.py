@@ -155,7 +155,8 @@ class _AdapterWalk(ABC):
         held = []
         for stage in self._backward:
             total = GradientSum()
-            with self._trace.phase(f"backward {kind_of(stage)}"), self._visit(stage):
+            phase = self._trace.phase(f"backward {kind_of(stage)}")
+            with phase, self._visit(stage), stage.binding.replaying():
                 tapes.pop().backward(adapters[stage.name], gradients, total)
             held.append(taken(total.gradients))
         with self._trace.phase("update"):

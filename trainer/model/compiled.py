@@ -14,13 +14,15 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from trainer.errors import InputError
 from trainer.model.config import ModelConfig
 from trainer.model.stages import Block, Stage
 
 Compiled = Callable[[list[Tensor], Tensor, Tensor, Tensor], Tensor]
-F = TypeVar("F", bound=Callable[..., Tensor])
+F = TypeVar("F", bound=Callable[..., Any])
+R = TypeVar("R")
 REMEDY = "give --no-compile-blocks to use PyTorch's own kernels"
 
 
@@ -76,7 +78,7 @@ def compiled(forward: F) -> F:
     return cast(F, torch.compile(forward, fullgraph=True, dynamic=False, options=_options()))
 
 
-def with_history(function: Callable[..., Tensor], *inputs: object) -> Tensor:
+def with_history(function: Callable[..., R], *inputs: object) -> R:
     """Call a compiled function as autograd would keep it, also where nothing is kept.
 
     Raises:
@@ -84,10 +86,12 @@ def with_history(function: Callable[..., Tensor], *inputs: object) -> Tensor:
     """
     try:
         with torch.enable_grad():
-            output = function(*inputs)
+            found = function(*inputs)
     except torch._dynamo.exc.TorchDynamoException as error:
         raise InputError(f"blocks cannot be compiled here: {_first(error)}; {REMEDY}") from error
-    return output if torch.is_grad_enabled() else output.detach()
+    if torch.is_grad_enabled():
+        return found
+    return cast(R, tree_map_only(Tensor, Tensor.detach, found))
 
 
 def leaf(tensor: Tensor) -> Tensor:

@@ -45,6 +45,8 @@ class Stage(ABC):
     config: ModelConfig
 
     keeps_master_dtype: ClassVar[bool] = False
+    # The matrix whose product is added to the output and goes nowhere else, where there is one.
+    added_last: ClassVar[str | None] = None
 
     @property
     @abstractmethod
@@ -98,6 +100,8 @@ class Block(Stage):
     angles_on_device: take the cosines of rotary positions where the block computes, as transformers
     does; otherwise on the host, the same for every device.
     """
+
+    added_last: ClassVar[str | None] = "mlp.down_proj.weight"
 
     index: int
     angles_on_device: bool = False
@@ -154,15 +158,37 @@ class Block(Stage):
 
         mask: what is added to attention's scores in the place of the causal mask, [B, 1, T, T].
         """
-        eps = self.config.rms_norm_eps
-        normed = layers.rms_norm(x, params["input_layernorm.weight"], eps)
-        x = x + self._attention(params, normed, angles, mask)
+        x = self._attended(params, x, angles, mask)
         return x + layers.swiglu(
-            layers.rms_norm(x, params["post_attention_layernorm.weight"], eps),
+            self._second_norm(params, x),
             params["mlp.gate_proj.weight"],
             params["mlp.up_proj.weight"],
             params["mlp.down_proj.weight"],
         )
+
+    def gated_turned(
+        self, params: Mapping[str, Tensor], x: Tensor, angles: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Give what `added_last` takes: the sum so far, the gate and what it lets through."""
+        x = self._attended(params, x, angles, None)
+        normed = self._second_norm(params, x)
+        gate = layers.linear(normed, params["mlp.gate_proj.weight"])
+        return x, gate, layers.linear(normed, params["mlp.up_proj.weight"])
+
+    def _attended(
+        self,
+        params: Mapping[str, Tensor],
+        x: Tensor,
+        angles: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+    ) -> Tensor:
+        eps = self.config.rms_norm_eps
+        normed = layers.rms_norm(x, params["input_layernorm.weight"], eps)
+        return x + self._attention(params, normed, angles, mask)
+
+    def _second_norm(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        scale = params["post_attention_layernorm.weight"]
+        return layers.rms_norm(x, scale, self.config.rms_norm_eps)
 
     def _attention_parameters(self) -> dict[str, Parameter]:
         config = self.config
