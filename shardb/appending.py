@@ -18,7 +18,7 @@ from shardb.records import Record, new_record
 from shardb.recovery import catch_up
 from shardb.references import Retired
 from shardb.state import Tables
-from shardb.storage_errors import FULL, reason, storage_error, storage_errors
+from shardb.storage_errors import FULL, NEVER_WRITTEN, reason, storage_error, storage_errors
 
 if TYPE_CHECKING:
     from shardb.store import Store
@@ -88,22 +88,24 @@ class Appender:
         except NoSpaceInLogError as error:
             raise self.error("writing the log", error, len(payload)) from error
         except OSError as error:
-            said = reason(self._store.files, error)
-            failure = StorageFailedError(
-                f"{self._store.root}: the storage failed while a {record['kind']} record was "
-                f"written to the log ({said}); reopen the store to see whether it landed",
-                path=self._store.root,
-            )
-            failure.definite = False
-            if commit_id is not None:
-                failure = CommitUnknownError(
-                    f"{self._store.root}: the storage failed while commit {commit_id} was written "
-                    f"to the log ({said}); reopen the store: `shardb recover` says whether it "
-                    "landed",
-                    commit_id=commit_id,
-                    path=self._store.root,
-                )
+            failure = self._append_failure(error, str(record["kind"]), commit_id)
             raise self.fail(failure) from error
+
+    def _append_failure(
+        self, error: OSError, kind: str, commit_id: str | None
+    ) -> StorageFailedError:
+        """The error of a record that may have landed; where it cannot have, it says so."""
+        root, said = self._store.root, reason(self._store.files, error)
+        what = f"a {kind} record was" if commit_id is None else f"commit {commit_id} was"
+        after = "nothing of it landed, and what was there before is intact"
+        if error.errno not in NEVER_WRITTEN:
+            after = "reopen the store: `shardb recover` says whether it landed"
+        text = f"{root}: the storage failed while {what} written to the log ({said}); {after}"
+        if commit_id is not None:
+            return CommitUnknownError(text, commit_id=commit_id, path=root)
+        failure = StorageFailedError(text, path=root)
+        failure.definite = False
+        return failure
 
     def _apply(self, record: Record, end: Position) -> None:
         """After the commit point nothing may fail any more: a broken index is caught up later."""

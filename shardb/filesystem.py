@@ -19,6 +19,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from shardb import attributes
+
 READ = os.O_RDONLY
 WRITE = os.O_RDWR
 CREATE = os.O_CREAT
@@ -52,7 +54,10 @@ class Stamp(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileStatus:
-    """What stat(2) says of a file: sizes in bytes, time in nanoseconds; `links` are its names."""
+    """What stat(2) says of a file: sizes in bytes, time in nanoseconds; `links` are its names.
+
+    `owner` is a number, `mode` has the permissions alone.
+    """
 
     size_bytes: int
     modified_ns: int
@@ -62,6 +67,8 @@ class FileStatus:
     is_directory: bool
     links: int = 1
     is_link: bool = False
+    owner: int = 0
+    mode: int = 0o644
 
     @property
     def is_shared(self) -> bool:
@@ -99,6 +106,8 @@ class FileSystem(Protocol):
     def unlock(self, file: int) -> None: ...
     def lock_holder(self, path: str) -> str: ...
     def status(self, path: str) -> FileStatus: ...
+    def is_immutable(self, path: str) -> bool: ...
+    def can_rename(self, source: str, target: str) -> bool: ...
     def exists(self, path: str) -> bool: ...
     def list(self, path: str) -> list[str]: ...
     def make_directory(self, path: str) -> None: ...
@@ -184,7 +193,15 @@ class RealFileSystem:
             is_directory=stat.S_ISDIR(found.st_mode),
             links=found.st_nlink,
             is_link=os.path.islink(path),
+            owner=found.st_uid,
+            mode=stat.S_IMODE(found.st_mode),
         )
+
+    def is_immutable(self, path: str) -> bool:
+        return attributes.is_immutable(path)
+
+    def can_rename(self, source: str, target: str) -> bool:
+        return attributes.can_rename(source, target)
 
     def exists(self, path: str) -> bool:
         return os.path.lexists(path)

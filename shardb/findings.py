@@ -60,7 +60,8 @@ class Finding:
 
     `offset` is in bytes from the start of the file, where it is known. `branches`, `steps` and
     `snapshots` are those that need what is damaged; `nearest_intact_step` is the retained step
-    closest to them that does not. `next_command` is what to type, or None.
+    closest to them that does not, and `nearest_intact_branch` its branch where those hit are of
+    others too. `next_command` is what to type, or None.
     """
 
     kind: str
@@ -74,6 +75,7 @@ class Finding:
     steps: tuple[int, ...] = ()
     snapshots: tuple[str, ...] = ()
     nearest_intact_step: int | None = None
+    nearest_intact_branch: str | None = None
     next_command: str | None = None
 
     def __post_init__(self) -> None:
@@ -92,6 +94,7 @@ class Finding:
             "steps": list(self.steps),
             "snapshots": list(self.snapshots),
             "nearest_intact_step": self.nearest_intact_step,
+            "nearest_intact_branch": self.nearest_intact_branch,
             "next_command": self.next_command,
         }
 

@@ -25,6 +25,7 @@ from shardb.fsck_view import View, refused, take_view
 from shardb.index_state import IndexState, IndexUnreadableError, read_index
 from shardb.obstacles import find_obstacles
 from shardb.state import DictTables
+from shardb.unshown import command_to_see
 
 
 def check_store(
@@ -194,4 +195,8 @@ class _Check:
         self.report.complete = audit.complete
         damaged = with_deltas(audit.faults, tables)
         for digest, fault in audit.faults.items():
-            self._add(object_finding(self.root, digest, fault, tables, damaged))
+            following: str | None = command("repair", self.root)
+            if fault.kind == "object_unreadable":
+                following = command_to_see(self.files, self.root, fault.path, fault.error)
+            found = object_finding(digest, fault, tables, damaged, next_command=following)
+            self._add(found)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from shardb import refs
-from shardb.findings import Finding, command
+from shardb.findings import Finding
 from shardb.fsck_objects import ObjectFault, Wanted
 from shardb.records import Commit
 from shardb.references import CHAIN_MAX, pack_rows
@@ -39,7 +39,12 @@ def digests_of(commit: Commit) -> set[str]:
 
 
 def object_finding(
-    root: str, digest: str, fault: ObjectFault, tables: DictTables, damaged: Collection[str]
+    digest: str,
+    fault: ObjectFault,
+    tables: DictTables,
+    damaged: Collection[str],
+    *,
+    next_command: str | None,
 ) -> Finding:
     """The finding for one damaged object; `damaged` are all that cannot be read (`with_deltas`)."""
     retained = refs.live_commits(tables)
@@ -53,6 +58,8 @@ def object_finding(
     ]
     snapshots = [n for n, row in tables.items("snapshots") if row["commit"] in hit_ids]
     shards = {n for c in hit for n, entry in c.shards.items() if entry.digest in unreadable}
+    nearest = nearest_intact(hit, retained, damaged)
+    lines = {commit.branch for commit in hit}
     return Finding(
         kind=fault.kind,
         severity="error",
@@ -64,15 +71,21 @@ def object_finding(
         branches=tuple(sorted(branches)),
         steps=tuple(sorted({commit.step for commit in hit})),
         snapshots=tuple(sorted(snapshots)),
-        nearest_intact_step=nearest_intact_step(hit, retained, damaged),
-        next_command=command("repair", root),
+        nearest_intact_step=None if nearest is None else nearest.step,
+        nearest_intact_branch=_branch_elsewhere(nearest, lines),
+        next_command=next_command,
     )
 
 
-def nearest_intact_step(
+def _branch_elsewhere(commit: Commit | None, lines: set[str]) -> str | None:
+    """The branch that a commit was made on, unless these are that one alone."""
+    return None if commit is None or lines == {commit.branch} else commit.branch
+
+
+def nearest_intact(
     hit: Iterable[Commit], retained: Iterable[Commit], damaged: Collection[str]
-) -> int | None:
-    """The step of the retained commit that needs no damaged object and is closest to those hit.
+) -> Commit | None:
+    """The retained commit that needs no damaged object and is closest to those hit.
 
     Commits of a branch that is hit come before others; of two at the same distance, the later one.
     """
@@ -86,7 +99,7 @@ def nearest_intact_step(
         steps = min(abs(commit.step - other.step) for other in hit)
         return (commit.branch not in branches, steps, -commit.step)
 
-    return min(intact, key=distance).step
+    return min(intact, key=distance)
 
 
 def _whose_bytes(found: str, retained: Iterable[Commit]) -> str:

@@ -9,6 +9,7 @@ trusted again from the next checkpoint on.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,6 +26,8 @@ from shardb.history import FaultKey, LogEntry, LogFault, acknowledged_by, key_of
 from shardb.index_state import IndexState, position_differences
 from shardb.log import Log
 from shardb.state import DictTables
+from shardb.storage_errors import reason
+from shardb.unshown import UNSHOWN, command_to_see
 
 SHOWN_DIFFERENCES_MAX = 10
 # The kind of a fault of the file alone: its records are whole, though it is not as it was closed.
@@ -60,7 +63,7 @@ def check_log(
     `log` is by default the one that lies there.
     """
     log = log or Log(files, f"{view.root}/wal")
-    replay = _Replaying(log, view, index, view.leased(files))
+    replay = _Replaying(files, log, view, index, view.leased(files))
     if not view.sequences:
         replay.add("log_missing", log.directory, expected="log segments", found="none")
     for item in read_log(log, view.sequences, last=view.last):
@@ -84,8 +87,14 @@ class _Replaying:
     """One pass over the log."""
 
     def __init__(
-        self, log: Log, view: View, index: IndexState | None, leased: Collection[str]
+        self,
+        files: FileSystem,
+        log: Log,
+        view: View,
+        index: IndexState | None,
+        leased: Collection[str],
     ) -> None:
+        self.files = files
         self.log = log
         self.view = view
         self.index = index
@@ -98,6 +107,7 @@ class _Replaying:
         self.last: Frame | None = None
         self.tail: LogFault | None = None
         self.is_other_log = False
+        self.is_hidden = False  # the storage does not show a segment, which may be whole
         self.begun: set[int] = set()
         self.effects_behind_index = 0
 
@@ -108,6 +118,9 @@ class _Replaying:
             self.tail = fault  # what it means depends on the index
             return
         self.trusted = False
+        if fault.error in UNSHOWN:
+            self.meet_unshown(fault)
+            return
         self.add(
             _KIND_OF_FAULT[fault.kind],
             fault.path,
@@ -116,6 +129,21 @@ class _Replaying:
             found=fault.found,
             key=key_of(fault),
         )
+
+    def meet_unshown(self, fault: LogFault) -> None:
+        """A segment that is there and that nobody has seen: what it lacks is not known."""
+        self.is_hidden = True
+        assert fault.error is not None
+        said = OSError(fault.error, os.strerror(fault.error), fault.path)
+        self.add(
+            "log_unreadable",
+            fault.path,
+            expected=fault.expected,
+            found=reason(self.files, said),
+            key=key_of(fault),
+        )
+        following = command_to_see(self.files, self.view.root, fault.path, fault.error)
+        self.findings[-1] = replace(self.findings[-1], next_command=following)
 
     def meet_record(self, entry: LogEntry) -> None:
         self.last = entry.frame
@@ -208,7 +236,7 @@ class _Replaying:
             self.add("log_missing", path, expected=expected, found="no file")
 
     def meet_end(self) -> None:
-        if self.index is not None and self._ends_before(self.index):
+        if self.index is not None and not self.is_hidden and self._ends_before(self.index):
             self._add_truncated(self.index)
             return
         recover = command("recover", self.view.root)

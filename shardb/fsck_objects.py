@@ -21,34 +21,52 @@ import xxhash
 
 from shardb import layout
 from shardb.buffers import PAGE_BYTES, padded
-from shardb.errors import CorruptionError, FormatError, ObjectCorruptError, ObjectMissingError
+from shardb.errors import (
+    FormatError,
+    ObjectCorruptError,
+    ObjectMissingError,
+    ShardbError,
+    StorageFailedError,
+)
 from shardb.filesystem import READ, FileSystem, closing, leads_nowhere, open_direct
 from shardb.objects import OBJECT_SUFFIX
 from shardb.obstacles import LINK
 from shardb.pack_reading import check_unpacked, packed_content, packed_path
 from shardb.records import ShardEntry
 from shardb.references import PackRow
+from shardb.storage_errors import reason
 
 READ_CHUNK_BYTES = 8 << 20
 THREADS_MAX = 4
 HEADER_LENGTH_BYTES = 8
+ERROR_OF_KIND: dict[str, type[ShardbError]] = {
+    "object_missing": ObjectMissingError,
+    "object_unreadable": StorageFailedError,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectFault:
-    """Why an object is not what was committed; `kind` is that of the finding."""
+    """Why an object is not what was committed; `kind` is that of the finding.
+
+    `error` is the number of what the operating system said, where it did not show the file.
+    """
 
     kind: str
     path: str
     expected: str
     found: str
     offset: int | None = None
+    error: int | None = None
 
 
-def _kind_of(error: OSError) -> str:
+def _unshown(files: FileSystem, fault: ObjectFault, error: OSError) -> ObjectFault:
     """A directory, or a link to itself, is no object; else the storage does not show it."""
-    in_its_place = error.errno in (errno.EISDIR, errno.ELOOP)
-    return "object_missing" if in_its_place else "object_unreadable"
+    if error.errno in (errno.EISDIR, errno.ELOOP):
+        found = error.strerror or str(error)
+        return replace(fault, kind="object_missing", found=found)
+    found = reason(files, error)
+    return replace(fault, kind="object_unreadable", found=found, error=error.errno)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +129,7 @@ def _inspect_packed(files: FileSystem, root: str, wanted: Wanted) -> ObjectFault
         expected = f"digest {wanted.digest} when unpacked"
         return replace(missing, kind="object_corrupt", expected=expected, found=error.message)
     except OSError as error:
-        return replace(missing, kind=_kind_of(error), found=error.strerror or str(error))
+        return _unshown(files, missing, error)
     return None
 
 
@@ -147,11 +165,11 @@ def _compare(
             actual_digest, header = _digest_and_header(files, file, actual_bytes)
     except FileNotFoundError:
         if leads_nowhere(files, path):  # what it leads to may be whole
-            return fault("object_unreadable", f"{size_bytes} bytes", LINK), b""
+            dangling = fault("object_unreadable", f"{size_bytes} bytes", LINK)
+            return replace(dangling, error=errno.ENOENT), b""
         return fault("object_missing", f"{size_bytes} bytes", "no file"), b""
     except OSError as error:
-        found = error.strerror or str(error)
-        return fault(_kind_of(error), f"{size_bytes} bytes", found), b""
+        return _unshown(files, fault("", f"{size_bytes} bytes", ""), error), b""
     if actual_bytes != size_bytes:
         where = min(actual_bytes, size_bytes)
         told = (f"{size_bytes} bytes", f"{actual_bytes} bytes")
@@ -162,17 +180,19 @@ def _compare(
 
 
 def check_object(files: FileSystem, root: str, shard: str, entry: ShardEntry) -> None:
-    """Raise ObjectMissingError or another CorruptionError unless the object is as committed."""
+    """Raise ObjectMissingError or another CorruptionError unless the object is as committed.
+
+    StorageFailedError where the storage does not show it.
+    """
     fault = inspect_object(files, root, Wanted(digest=entry.digest, bytes=entry.bytes))
     if fault is None:
         return
-    kind = ObjectMissingError if fault.kind == "object_missing" else ObjectCorruptError
-    error: CorruptionError = kind(
+    kind = ERROR_OF_KIND.get(fault.kind, ObjectCorruptError)
+    raise kind(
         f"{fault.path}: shard {shard!r}: expected {fault.expected}, found {fault.found}; run "
         "`shardb fsck` to see which steps it hits",
         path=fault.path,
     )
-    raise error
 
 
 def check_objects(

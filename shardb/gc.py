@@ -10,6 +10,7 @@ Nothing here needs new space, so that it works on a full disk, however often.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,7 @@ from shardb.objects import free_bytes_of
 from shardb.records import Record, new_record
 from shardb.references import Retired
 from shardb.state import DictTables, Tables
-from shardb.storage_errors import storage_errors
+from shardb.storage_errors import reason, storage_errors
 from shardb.store import Store
 from shardb.store import open as open_store
 
@@ -47,10 +48,14 @@ class Garbage:
 
 @dataclass(kw_only=True)
 class Collected:
-    """What was removed, or would be in a dry run; `notes` says what could not be, and why."""
+    """What was removed, or would be in a dry run.
+
+    `left` says of each file that this user may not remove why not, `notes` what else could not be.
+    """
 
     dry_run: bool
     removed: list[Garbage] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
     abandoned: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -65,6 +70,7 @@ class Collected:
             "removed": [
                 {"path": item.path, "bytes": item.bytes, "why": item.why} for item in self.removed
             ],
+            "left": self.left,
             "abandoned": self.abandoned,
             "notes": self.notes,
         }
@@ -80,7 +86,8 @@ def collect_garbage(
     """Remove what nothing needs from the store at `root`; with `dry_run` only say what.
 
     Safe beside writers and readers. Raises what opening a store raises; StorageFullError only where
-    spare files and the reserve together leave no room to catch the index up.
+    spare files and the reserve together leave no room to catch the index up. What this user may not
+    remove is left and told of, and the rest is removed.
     """
     files = files or RealFileSystem()
     collected = Collected(dry_run=dry_run)
@@ -171,7 +178,9 @@ class _Collection:
             return set(tables.tables["objects"]), set(tables.tables["packs"])
         if index.read(lambda tables: any(tables.items("condemned"))):
             try:
-                self.store.objects.retire(reserve.with_reserve(self.files, self.root, self._sweep))
+                with suppress(PermissionError):  # they are in `objects/` still, and told of below
+                    swept = reserve.with_reserve(self.files, self.root, self._sweep)
+                    self.store.objects.retire(swept)
             except StorageFullError as error:
                 self.collected.notes.append(f"retired commits are kept for now: {error}")
         return index.read(lambda tables: (_keys(tables, "objects"), _keys(tables, "packs")))
@@ -228,8 +237,9 @@ class _Collection:
     def _move_to_spare(self, path: str) -> None:
         if self.collected.dry_run:
             self._note(path, UNREFERENCED)
-        else:
-            size_bytes = self.files.status(path).size_bytes
+            return
+        size_bytes = self.files.status(path).size_bytes
+        with _left_if_refused(self.files, path, self.collected):
             self.why_spare[self.store.objects.set_free(path, size_bytes)] = UNREFERENCED
 
     def _remove(self, path: str, why: str) -> None:
@@ -247,10 +257,24 @@ def _free_files(files: FileSystem, root: str) -> list[str]:
 def _remove(files: FileSystem, path: str, why: str, collected: Collected) -> None:
     """Remove a file that may be gone already."""
     if _note(files, path, why, collected) and not collected.dry_run:
-        try:
+        removed = False
+        with _left_if_refused(files, path, collected), suppress(FileNotFoundError):
             files.unlink(path)
-        except FileNotFoundError:
+            removed = True
+        if not removed:
             collected.removed.pop()
+
+
+@contextmanager
+def _left_if_refused(files: FileSystem, path: str, collected: Collected) -> Iterator[None]:
+    """Go on without a file that this user may not rename or remove: the others are none the less.
+
+    A file is made immutable by those who mean it: `chattr +i`.
+    """
+    try:
+        yield
+    except PermissionError as error:
+        collected.left.append(f"{path}: not removed: {reason(files, error)}")
 
 
 def _note(files: FileSystem, path: str, why: str, collected: Collected) -> bool:

@@ -34,7 +34,8 @@ class LogFault:
     `kind` is "damaged" (bytes that are no frame, with frames behind them), "chain" (a frame that
     does not follow its predecessor), "garbled" (a valid frame whose payload is no record),
     "tail" (bytes behind the last frame of a segment), "missing" (a segment that is not there) or
-    "unreadable" (the storage refuses to read it). `offset` counts unpacked bytes.
+    "unreadable" (the storage refuses to read it; then `error` is the number of what it said).
+    `offset` counts unpacked bytes.
     """
 
     kind: str
@@ -44,6 +45,7 @@ class LogFault:
     length: int
     expected: str
     found: str
+    error: int | None = None
 
 
 # Segment, kind and offset of a fault: what a repair acknowledges.
@@ -145,8 +147,10 @@ def read_log(
             is_last = position == len(sequences) - 1
             data = last if is_last and last is not None else read_segment(log, sequence)
         except (OSError, LogDamagedError) as error:
+            code = error.errno if isinstance(error, OSError) else None
             kind = "unreadable" if isinstance(error, OSError) else "damaged"
-            yield _fault(log, sequence, kind, expected="a whole segment", found=str(error))
+            told = {"expected": "a whole segment", "found": str(error), "error": code}
+            yield _fault(log, sequence, kind, **told)
             previous = None
             continue
         for item in _read_frames(log, sequence, memoryview(data), previous):

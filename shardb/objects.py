@@ -117,12 +117,12 @@ class ObjectFiles:
                     "`shardb fsck`",
                     path=path,
                 )
+            self.verified.check_file(self.files, file, path, digest)
             mapping = self.files.map(file, size_bytes, writable=False)
         with self._lock:
             self._mapped[digest] += 1
         weakref.finalize(mapping, self._unmapped.append, digest).atexit = False
         image: Bytes = np.frombuffer(mapping, dtype=np.uint8)
-        self.verified.check(path, digest, status.stamp, image)
         return layout.parse(image.data, path), image
 
     def _is_mapped(self, digest: str) -> bool:

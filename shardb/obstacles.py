@@ -12,7 +12,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardb.filesystem import READ, FileSystem, close_quietly, leads_nowhere, list_if_there
+from shardb.filesystem import (
+    READ,
+    READ_PIECE_BYTES,
+    FileSystem,
+    leads_nowhere,
+    list_if_there,
+    opened,
+)
 from shardb.format import DIRECTORIES
 from shardb.log import SEGMENT_PATTERN
 
@@ -68,17 +75,32 @@ def find_obstacles(files: FileSystem, root: str) -> list[Obstacle]:
 def check_readable(files: FileSystem, root: str) -> None:
     """Raise PermissionError for a file of the log, the index or an object that is not to be read.
 
-    Its bytes may be whole: nothing is lost before somebody who may read it has looked.
+    Its bytes may be whole: nothing is lost before somebody who may read it has looked. So are those
+    of a part of the log at which the disk fails: OSError.
     """
     for name in ("wal", "index", "objects"):
         for entry in list_if_there(files, f"{root}/{name}"):
             path = f"{root}/{name}/{entry}"
             try:
-                close_quietly(files, files.open(path, READ))
+                with opened(files, path, READ) as file:
+                    if name == "wal":
+                        _read_through(files, file, path)
             except PermissionError:
                 raise
-            except OSError:
+            except OSError as error:
+                if name == "wal" and error.errno == errno.EIO:
+                    raise
                 continue  # whoever reads it names that
+
+
+def _read_through(files: FileSystem, file: int, path: str) -> None:
+    """Read a file to its end, or say at which path that failed."""
+    offset = 0
+    try:
+        while part := files.pread(file, READ_PIECE_BYTES, offset):
+            offset += len(part)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from error
 
 
 def _find(files: FileSystem, root: str) -> Iterator[Obstacle]:

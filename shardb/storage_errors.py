@@ -9,6 +9,7 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from shlex import quote
 
 from shardb.errors import ShardbError, StorageFailedError, StorageFullError
 from shardb.filesystem import FileSystem, leads_nowhere
@@ -19,6 +20,27 @@ IN_THE_WAY = {
     errno.ENOTDIR: "a file lies where the store keeps a directory",
     errno.ENXIO: "a pipe, a socket or a device lies where the store keeps a file",
 }
+ADVICE = {
+    errno.EROFS: (
+        "nothing can be changed through this mount. What only reads works (`shardb show`, `ls`, "
+        "`fsck`); `shardb clone STORE NEW` makes a copy to go on with"
+    ),
+    errno.EFBIG: "this process may not write files that long: raise `ulimit -f`",
+    errno.EMFILE: "this process may not have more files open: raise `ulimit -n`",
+    errno.ENFILE: "the machine has no more open files to give: end what holds many of them",
+    errno.EIO: (
+        "the disk failed to read or write it, which no command of the store's can mend, and which "
+        "says nothing of the bytes. Look at `dmesg`, and at cable and power; copy the disk, or "
+        "what of the store can be read (`shardb clone STORE NEW`), to another one, and go on there"
+    ),
+    errno.EXDEV: (
+        "the store's directories must be on one file system, for its files are renamed from one "
+        "to another. Put back a directory that was mounted or linked from elsewhere, or go on with "
+        "a copy: `shardb clone STORE NEW`"
+    ),
+}
+# With these a file was not even opened for writing, or what was written was cut off again.
+NEVER_WRITTEN = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.EFBIG)
 
 
 @contextmanager
@@ -51,20 +73,32 @@ def reason(files: FileSystem, error: OSError) -> str:
     """What the operating system said; and what to do about something that is in the way."""
     there = IN_THE_WAY.get(error.errno or 0)
     if isinstance(error, PermissionError):
-        return f"{error.strerror}; nothing says that it is damaged: run this as its owner, or chmod"
-    if error.errno == errno.EROFS:
-        return (
-            f"{error.strerror}: nothing can be changed through this mount. What only reads works "
-            "(`shardb show`, `ls`, `fsck`); `shardb clone STORE NEW` makes a copy to go on with"
-        )
-    if error.errno == errno.EFBIG:
-        return f"{error.strerror}: this process may not write files that long: raise `ulimit -f`"
+        return _refusal(files, error)
+    if error.errno in ADVICE:
+        return f"{error.strerror}: {ADVICE[error.errno]}"
     if there is None and (link := _link_nowhere(files, error)) is not None:
         there = f"{link} is a link that leads nowhere; bring back what it leads to, or"
         return f"{there} move it away, put back what was there, and run `shardb fsck`"
     if there is None:
         return error.strerror or str(error)
     return f"{there}; move it away, put back what was there, and run `shardb fsck`"
+
+
+def _refusal(files: FileSystem, error: OSError) -> str:
+    """Why a file may not be read or changed: its permissions, or an attribute that binds root too.
+
+    To rename or remove a file changes its directory.
+    """
+    for path in (error.filename, error.filename2):
+        if isinstance(path, str):
+            for place in (path, os.path.dirname(path)):
+                if error.errno == errno.EPERM and files.is_immutable(place):
+                    return (
+                        f"{error.strerror}: {place} was made immutable or append-only, which binds "
+                        f"its owner and root too (see `lsattr -d`): `chattr -ia {quote(place)}`, "
+                        "as root, takes that off"
+                    )
+    return f"{error.strerror}; nothing says that it is damaged: run this as its owner, or chmod"
 
 
 def _link_nowhere(files: FileSystem, error: OSError) -> str | None:

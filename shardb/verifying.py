@@ -14,7 +14,9 @@ import xxhash
 
 from shardb.buffers import Bytes
 from shardb.errors import ObjectCorruptError
-from shardb.filesystem import Stamp
+from shardb.filesystem import FileSystem, Stamp
+
+READ_BYTES = 1 << 20
 
 
 class Verified:
@@ -36,9 +38,29 @@ class Verified:
 
         `stamp` is of a moment before the image is looked at.
         """
-        if self.wanted and self._stamps.get(digest) != stamp:
+        if self.is_due(digest, stamp):
             check_digest(path, digest, image)
             self._stamps[digest] = stamp
+
+    def is_due(self, digest: str, stamp: Stamp) -> bool:
+        """Whether the bytes of this very file have not been found right yet, and are to be."""
+        return self.wanted and self._stamps.get(digest) != stamp
+
+    def check_file(self, files: FileSystem, file: int, path: str, digest: str) -> None:
+        """Check the digest of an open file by reading it: OSError where the disk does not show it.
+
+        Read through a mapping, such a page ends the process (SIGBUS). What was read here is in
+        memory, where a mapping made next shows it, for as long as there is room.
+        """
+        stamp = files.status(path).stamp
+        if not self.is_due(digest, stamp):
+            return
+        try:
+            actual = _file_digest(files, file)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, path) from error
+        compare_digest(path, digest, actual)
+        self._stamps[digest] = stamp
 
     def note(self, digest: str, stamp: Stamp) -> None:
         """An image was digested while its file had this stamp."""
@@ -49,9 +71,23 @@ class Verified:
         self._stamps.pop(digest, None)
 
 
+def _file_digest(files: FileSystem, file: int) -> str:
+    hasher = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(READ_BYTES))
+    offset = 0
+    while (count := files.pread_into(file, buffer, offset)) > 0:
+        hasher.update(buffer[:count])
+        offset += count
+    return hasher.hexdigest()
+
+
 def check_digest(path: str, digest: str, image: Bytes) -> None:
     """Raise ObjectCorruptError when an image has another digest than its name says."""
-    actual = xxhash.xxh3_128_hexdigest(image.data)
+    compare_digest(path, digest, xxhash.xxh3_128_hexdigest(image.data))
+
+
+def compare_digest(path: str, digest: str, actual: str) -> None:
+    """Raise ObjectCorruptError when the digest of a file is not the one that names it."""
     if actual != digest:
         raise ObjectCorruptError(
             f"{path}: the bytes have digest {actual}, not the one that names the file; run "

@@ -52,9 +52,9 @@ def fsck(
       shardb fsck run --json
 
     Keys of --json: findings (each with kind, severity, path, offset, expected, found, shards,
-    branches, steps, snapshots, nearest_intact_step, next_command), objects_checked, bytes_checked,
-    seconds, complete. It is printed whatever the exit code; with error (kind, path, message) where
-    there is no store or it cannot be read at all.
+    branches, steps, snapshots, nearest_intact_step, nearest_intact_branch, next_command),
+    objects_checked, bytes_checked, seconds, complete. It is printed whatever the exit code; with
+    error (kind, path, message) where there is no store or it cannot be read at all.
 
     It may run beside a live `train`. An interrupt leaves nothing behind.
     """
@@ -155,6 +155,8 @@ def _lines(root: str, finding: Finding) -> Iterator[str]:
             f"{word} {', '.join(map(str, names))}" for word, names in hit.items() if names
         )
     if finding.nearest_intact_step is not None:
-        yield f"    nearest intact step: {finding.nearest_intact_step}"
+        branch = finding.nearest_intact_branch
+        other = f" of branch {branch}" if branch is not None else ""
+        yield f"    nearest intact step: {finding.nearest_intact_step}{other}"
     if finding.next_command:
         yield f"    next: {finding.next_command}"

@@ -8,7 +8,11 @@ import typer
 
 from shardb.cli.places import JsonOption, NetworkOption, StoreArgument, store_path
 from shardb.cli.printing import in_bytes, print_json, warn
+from shardb.errors import StorageFailedError
 from shardb.gc import Collected, collect_garbage
+
+# Lines about files that may not be removed.
+SHOWN_MAX = 5
 
 
 def gc(
@@ -33,14 +37,22 @@ def gc(
 
     It needs no free space, and works on a full disk however often. It may run beside a live
     `train`, whose next steps then write new files. An interrupt leaves the rest for the next time.
+    A file that you may not remove (another owner, `chattr +i`) is named, and the rest goes: exit
+    code 7.
     """
     collected = collect_garbage(store_path(store), dry_run=dry_run, allow_network=allow_network)
     for note in collected.notes:
         warn(note)
+    for line in collected.left[:SHOWN_MAX]:
+        warn(line)
+    if len(collected.left) > SHOWN_MAX:
+        warn(f"and {len(collected.left) - SHOWN_MAX} more that may not be removed; --json has all")
     if json:
         print_json(collected.to_json())
     else:
         _print_text(collected)
+    if collected.left:
+        raise typer.Exit(StorageFailedError.exit_code)
 
 
 def _print_text(collected: Collected) -> None:

@@ -173,6 +173,12 @@ class RecordingFileSystem:
     def lock_holder(self, path: str) -> str:
         return self._real.lock_holder(path)
 
+    def is_immutable(self, path: str) -> bool:
+        return self._real.is_immutable(path)
+
+    def can_rename(self, source: str, target: str) -> bool:
+        return self._real.can_rename(source, target)
+
     # Directories.
 
     def status(self, path: str) -> FileStatus:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from tests.support.damage import Known
 from tests.support.small_stores import copy_store, fill_store
 from tests.support.store_fixtures import medium, quick_path, root, store
 
-__all__ = ["known", "long", "medium", "quick_path", "root", "run", "store", "whole"]
+__all__ = ["known", "long", "medium", "nobody", "quick_path", "root", "run", "store", "whole"]
 
 
 @pytest.fixture(scope="session")
@@ -40,3 +42,17 @@ def known(whole: Path) -> Known:
 def run(whole: Path, root: Path) -> Path:
     """A copy of the store `whole`, for damaging."""
     return copy_store(whole, root)
+
+
+@pytest.fixture
+def nobody(run: Path) -> Iterator[None]:
+    """Be a user who owns the store, and may not read everything."""
+    if os.getuid() != 0:
+        pytest.skip("only root can become another user")
+    for path in [run, *run.rglob("*")]:
+        os.chown(path, 65534, 65534)
+    for directory in [*run.parents][:-1]:
+        directory.chmod(directory.stat().st_mode | 0o555)
+    os.seteuid(65534)
+    yield
+    os.seteuid(0)

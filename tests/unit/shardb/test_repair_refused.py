@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,20 +22,6 @@ from tests.support.small_stores import object_of
 def retained(run: Path) -> list[int]:
     with shardb.open(run) as store:
         return [commit.step for commit in store.commits()]
-
-
-@pytest.fixture
-def nobody(run: Path) -> Iterator[None]:
-    """Be a user who owns the store, and may not read everything."""
-    if os.getuid() != 0:
-        pytest.skip("only root can become another user")
-    for path in [run, *run.rglob("*")]:
-        os.chown(path, 65534, 65534)
-    for directory in [*run.parents][:-1]:
-        directory.chmod(directory.stat().st_mode | 0o555)
-    os.seteuid(65534)
-    yield
-    os.seteuid(0)
 
 
 @pytest.mark.parametrize("name", ["objects", "wal"])
@@ -91,4 +75,15 @@ def test_is_it_restored_from_a_copy(run: Path, whole: Path, known: Known) -> Non
     )
     assert [action.what for action in outcome.plan.actions] == ["object_restore"]
     assert outcome.plan.unmended == []
+    check_repaired(run, known)
+
+
+def test_is_no_part_of_the_log_given_up_that_the_disk_does_not_show(
+    run: Path, known: Known
+) -> None:
+    fault = Fault(operation="pread", nth=1, error=errno.EIO, persistent=True, path_contains=".wal")
+    files = RecordingFileSystem(str(run), fault=fault)
+    with pytest.raises(StorageFailedError, match="the disk failed to read") as caught:
+        repair(str(run), yes=True, files=files)
+    assert caught.value.path == str(last_segment(run))
     check_repaired(run, known)
