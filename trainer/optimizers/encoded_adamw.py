@@ -9,7 +9,7 @@ Memory: two fp32 copies of the largest tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -59,6 +59,25 @@ class EncodedAdamW:
             self.inner.update(device, one)
             for key, tensor in self._encode(name, moments).items():
                 shard.new_state[key].copy_(tensor)
+
+    def apply(
+        self,
+        params: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        states: Sequence[Sequence[Tensor]],
+        *,
+        decayed: Sequence[bool],
+        step: Tensor,
+        learning_rate: float,
+    ) -> None:
+        """Update tensors and their bf16 state in place, as `AdamW.apply` does; both moments."""
+        assert self.encoding == "bf16", "codes in blocks go a whole tensor at a time"
+        decoded = [[moment.float() for moment in moments] for moments in states]
+        self.inner.apply(
+            params, gradients, decoded, decayed=decayed, step=step, learning_rate=learning_rate
+        )
+        for moments, exact in zip(states, decoded, strict=True):
+            torch._foreach_copy_(list(moments), exact)
 
     def _decode(self, name: str, stored: State) -> State:
         first, second = f"{name}.exp_avg", f"{name}.exp_avg_sq"

@@ -24,10 +24,10 @@ def pipeline_settings(
     """
     if settings.device_pipeline == "on" and not is_supported(options):
         raise InputError(
-            "--device-pipeline on: it does AdamW with fp32 weights and state, in fp32 or bf16,"
-            " with --activations recompute, --activation-placement vram or host, and without"
-            " --timing-sync-cuda, on rows without records that are kept apart: change these, or"
-            " give auto"
+            "--device-pipeline on: it does AdamW with fp32 weights and fp32 or bf16 state, in fp32"
+            " or bf16, with --activations recompute, --activation-placement vram or host, and"
+            " without --timing-sync-cuda, on rows without records that are kept apart: change"
+            " these, or give auto"
         )
     return pipeline_way(settings, options, is_host=device.is_host)
 

@@ -52,10 +52,10 @@ class Spending:
 def growth_bytes(shapes: Sequence[StageShape], sizes: PipelineSizes) -> tuple[int, int]:
     """Give what more slots take where a budget has room for them: of tiles, and of gradients."""
     largest = max(shape.count for shape in shapes)
-    tile = max(t.state_count for shape in shapes for t in shape.tiles)
+    tile = max(shape.tile_bytes for shape in shapes)
     gradients = max(0, sizes.more_gradient_slots - sizes.gradient_slots)
     tiles = max(0, sizes.more_tile_slots - sizes.tile_slots)
-    return ITEM_BYTES * tiles * tile, ITEM_BYTES * gradients * largest
+    return tiles * tile, ITEM_BYTES * gradients * largest
 
 
 def spending(shapes: Mapping[str, StageShape], sizes: PipelineSizes, spare_bytes: int) -> Spending:
@@ -105,7 +105,7 @@ def _in_keeping_order(names: Sequence[str]) -> list[str]:
 
 def resident_bytes(shape: StageShape) -> int:
     """Give what a stage takes on the device while it stays there."""
-    return ITEM_BYTES * (shape.params.count + shape.state.count)
+    return shape.params.bytes + shape.state.bytes
 
 
 def lasting_bytes(
@@ -117,10 +117,9 @@ def lasting_bytes(
     """
     image = max(shape.params.count for shape in shapes)
     largest = max(shape.count for shape in shapes)
-    tile = max(t.state_count for shape in shapes for t in shape.tiles)
-    slots = sizes.params_slots * image + sizes.tile_slots * tile
-    slots += (sizes.gradient_slots + (1 if tied else 0)) * largest
-    return ITEM_BYTES * slots + item_bytes * largest
+    slots = sizes.params_slots * image + (sizes.gradient_slots + (1 if tied else 0)) * largest
+    tiles = sizes.tile_slots * max(shape.tile_bytes for shape in shapes)
+    return ITEM_BYTES * slots + tiles + item_bytes * largest
 
 
 def bank_bytes(shapes: Sequence[StageShape], *, half: bool) -> int:

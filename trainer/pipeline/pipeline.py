@@ -15,6 +15,7 @@ from torch import Tensor
 from trainer.device_lanes import Lanes, lanes_of
 from trainer.model.stages import Stage
 from trainer.optimizers.adamw import STATE_NAMES, AdamW
+from trainer.optimizers.encoded_adamw import EncodedAdamW
 from trainer.options import EngineOptions
 from trainer.pipeline.boundaries import Boundaries, new_boundaries
 from trainer.pipeline.footprint import PipelineSizes, resident_bytes, small_stages, spending
@@ -59,11 +60,11 @@ class Pipeline:
     def __init__(
         self, model: StepModel, settings: PipelineSettings, lanes: Lanes | None = None
     ) -> None:
-        assert isinstance(model.optimizer, AdamW)
+        assert isinstance(model.optimizer, AdamW | EncodedAdamW)
         sizes = settings.sizes
         self.model = model
         self.settings = settings
-        self.rule: AdamW = model.optimizer
+        self.rule: AdamW | EncodedAdamW = model.optimizer
         second = second_device(model.options, model.device)
         self.lanes: Lanes = lanes or lanes_of(model.device, second)
         self.images = HostImages(self.lanes, model.device.page_locks)
@@ -80,10 +81,11 @@ class Pipeline:
         largest = max(shape.count for shape in self.shapes.values())
         image = max(shape.params.count for shape in self.shapes.values())
         tile = max(t.state_count for shape in self.shapes.values() for t in shape.tiles)
+        state = next(iter(self.shapes.values())).state.dtype
         tied = 1 if model.tied else 0
         self.params = self._ring("parameters", sizes.params_slots, image)
         self.gradients = self._ring("gradients", sizes.gradient_slots + tied, largest)
-        self.tiles = self._ring("state", sizes.tile_slots, tile)
+        self.tiles = self._ring("state", sizes.tile_slots, tile, state)
         self.weights: Tensor = torch.empty(self._weights_count(), dtype=dtype, device=device)
         self.step_number: Tensor = torch.zeros((), device=device)
         self.told: Tensor | None = None
@@ -103,13 +105,13 @@ class Pipeline:
             poison=settings.poison,
         )
 
-    def _ring(self, name: str, slots: int, count: int) -> Ring:
+    def _ring(self, name: str, slots: int, count: int, dtype: torch.dtype = torch.float32) -> Ring:
         return Ring(
             self.lanes,
             name=name,
             slots=slots,
             count=count,
-            dtype=torch.float32,
+            dtype=dtype,
             device=self.model.device.torch_device,
             poison=self.settings.poison,
         )
@@ -233,7 +235,7 @@ def is_supported(options: EngineOptions) -> bool:
     """Say whether the pipeline can do these steps; the others take the plain way."""
     return (
         options.optimizer == "adamw"
-        and options.optimizer_state_dtype == "fp32"
+        and options.optimizer_state_dtype in ("fp32", "bf16")
         and options.master_weight_dtype == "fp32"
         and options.dtype in ("bf16", "fp32")
         and options.activations == "recompute"

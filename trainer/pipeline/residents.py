@@ -24,7 +24,7 @@ def address_of(image: TensorImage) -> int:
 
 @dataclass(kw_only=True)
 class Resident:
-    """One stage's fp32 images on the device, and which version they hold."""
+    """One stage's images on the device, and which version they hold."""
 
     params: Tensor
     state: Tensor
@@ -45,5 +45,5 @@ def new_resident(shape: StageShape, device: torch.device) -> Resident:
     """Take the memory of a stage."""
     return Resident(
         params=torch.empty(shape.params.count, device=device),
-        state=torch.empty(shape.state.count, device=device),
+        state=torch.empty(shape.state.count, dtype=shape.state.dtype, device=device),
     )

@@ -1,8 +1,9 @@
 """Where everything of a stage lies: in its two objects, in slots on the device, in tiles.
 
-Owns offsets, in elements of 4 bytes from the start of an object's data. Knows nothing of devices
-or of streams. Invariants: every tensor of an image is fp32; gradients and compute weights begin on
-ALIGNED elements, whatever the image has, because kernels may round differently elsewhere.
+Owns offsets, in elements from the start of an object's data. Knows nothing of devices or of
+streams. Invariants: all tensors of an image have one type, parameters fp32, state fp32 or bf16;
+gradients and compute weights begin on ALIGNED elements, whatever the image has, because kernels may
+round differently elsewhere.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from shardb import TensorSpec, layout
@@ -18,15 +20,27 @@ from shardb.views import TensorImage
 
 ALIGNED = 64
 ITEM_BYTES = 4
+ITEM_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageShape:
-    """An object's data as one run of fp32 elements."""
+    """An object's data as one run of elements of one type."""
 
     start_bytes: int
     count: int
     offsets: Mapping[str, int]
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def item_bytes(self) -> int:
+        """Give the size of an element."""
+        return self.dtype.itemsize
+
+    @property
+    def bytes(self) -> int:
+        """Give the size of all elements."""
+        return self.item_bytes * self.count
 
     @classmethod
     def of(cls, specs: Mapping[str, TensorSpec]) -> ImageShape:
@@ -35,19 +49,22 @@ class ImageShape:
 
     @classmethod
     def read(cls, placed: layout.Layout) -> ImageShape:
-        """Read the shape from a layout, which holds fp32 alone."""
+        """Read the shape from a layout, which holds tensors of one type alone."""
         start = min(placed.offsets.values())
+        (dtype,) = {ITEM_TYPES[spec.dtype] for spec in placed.specs.values()}
+        size = dtype.itemsize
         return cls(
             start_bytes=start,
-            count=(placed.size_bytes - start) // ITEM_BYTES,
-            offsets={n: (at - start) // ITEM_BYTES for n, at in placed.offsets.items()},
+            count=(placed.size_bytes - start) // size,
+            offsets={n: (at - start) // size for n, at in placed.offsets.items()},
+            dtype=dtype,
         )
 
     def fits(self, image: TensorImage) -> bool:
         """Say whether an image is laid out like this: one of another origin may not be."""
         placed = image.layout
-        return placed.size_bytes == self.start_bytes + ITEM_BYTES * self.count and all(
-            placed.offsets.get(name) == self.start_bytes + ITEM_BYTES * offset
+        return placed.size_bytes == self.start_bytes + self.bytes and all(
+            placed.offsets.get(name) == self.start_bytes + self.item_bytes * offset
             for name, offset in self.offsets.items()
         )
 
@@ -102,6 +119,11 @@ class StageShape:
     places: Mapping[str, int]
     count: int
     tiles: tuple[Tile, ...]
+
+    @property
+    def tile_bytes(self) -> int:
+        """Give what the state of the largest tile takes."""
+        return self.state.item_bytes * max(tile.state_count for tile in self.tiles)
 
     @property
     def is_aligned(self) -> bool:

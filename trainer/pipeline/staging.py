@@ -18,13 +18,13 @@ from torch import Tensor
 from shardb.views import StagedShard, TensorImage
 from trainer.device_lanes import Lanes
 from trainer.page_locks import PageLocks
-from trainer.pipeline.shapes import ITEM_BYTES, ImageShape
+from trainer.pipeline.shapes import ImageShape
 
 WHAT = "shards of the active store"
 
 
 class HostImages:
-    """Gives the fp32 elements of an image as a tensor on the host."""
+    """Gives the elements of an image as a tensor on the host."""
 
     def __init__(self, lanes: Lanes, page_locks: PageLocks) -> None:
         self._lanes = lanes
@@ -39,7 +39,7 @@ class HostImages:
         return sum(len(mapping) for mapping in self._locked.values())
 
     def elements(self, image: TensorImage, shape: ImageShape) -> Tensor:
-        """Give the image's elements, fp32 [count], in its own memory.
+        """Give the image's elements, [count], in its own memory.
 
         The tensor does not keep the memory: the caller keeps the image, or the transaction does.
         """
@@ -48,7 +48,7 @@ class HostImages:
         known = self._known.get(key)
         if known is not None:
             return known
-        found = _tensor_at(address + shape.start_bytes, shape.count)
+        found = _tensor_at(address + shape.start_bytes, shape)
         if address in self._locked:
             self._known[key] = found
         return found
@@ -79,6 +79,6 @@ class HostImages:
             self._page_locks.give_back(len(mapping))
 
 
-def _tensor_at(address: int, count: int) -> Tensor:
-    memory = (ctypes.c_char * (ITEM_BYTES * count)).from_address(address)
-    return torch.frombuffer(memory, dtype=torch.float32)
+def _tensor_at(address: int, shape: ImageShape) -> Tensor:
+    memory = (ctypes.c_char * shape.bytes).from_address(address)
+    return torch.frombuffer(memory, dtype=shape.dtype)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from itertools import count
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from trainer.host_walk import SCALARS_BYTES
 from trainer.model import layers
 from trainer.model.stages import build_head, build_trunk
 from trainer.optimizers.adamw import AdamW
+from trainer.optimizers.encoded_adamw import EncodedAdamW
 from trainer.pipeline.course import PipelineCourse, Rows
 from trainer.pipeline.footprint import (
     Spending,
@@ -235,7 +236,7 @@ class _WalkedPipeline(Pipeline):
         device = _WalkedDevice(lanes._memory, is_host=is_host)
         super().__init__(_model(shape, device), settings, lanes)
         self.images = _WalkedImages(lanes._memory, self)
-        self.rule = _InPlace(**{f: getattr(self.rule, f) for f in self.rule.__slots__})
+        self.rule = _without_kernel(self.rule)
 
     def new_measures(self, max_norm: float) -> Measures:
         return _WalkedMeasures(max_norm, clips=self.clips)
@@ -263,6 +264,13 @@ class _InPlace(AdamW):
         """Nothing is held."""
 
 
+def _without_kernel(rule: AdamW | EncodedAdamW) -> AdamW | EncodedAdamW:
+    """Give a rule whose kernel holds nothing; what it takes around it stays."""
+    if isinstance(rule, EncodedAdamW):
+        return replace(rule, inner=_InPlace(**asdict(rule.inner)))
+    return _InPlace(**asdict(rule))
+
+
 class _WalkedDevice(Device):
     """A device without content. Copies to a host's memory are left out, unless it is the host."""
 
@@ -287,7 +295,7 @@ class _WalkedImages(HostImages):
 
     def elements(self, image: TensorImage, shape: ImageShape) -> Tensor:
         with self._trace.left_out():
-            return torch.empty(shape.count, device=META)
+            return torch.empty(shape.count, dtype=shape.dtype, device=META)
 
     def lock(self, staged: StagedShard) -> None:
         """Nothing is locked."""

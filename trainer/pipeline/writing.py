@@ -22,7 +22,7 @@ from trainer.pipeline.feeding import StagedImage
 from trainer.pipeline.footprint import resident_bytes
 from trainer.pipeline.residents import Resident, address_of
 from trainer.pipeline.sealing import Sealer
-from trainer.pipeline.shapes import ITEM_BYTES, ImageShape, StageShape, Tile
+from trainer.pipeline.shapes import ImageShape, StageShape, Tile
 
 # So much of what a step writes goes out beside the next one's forward pass and head.
 HELD_SHARE = 0.25
@@ -38,7 +38,7 @@ class Target:
 
     def bytes_to(self, count: int) -> int:
         """Give where so many elements end in the image."""
-        return self.shape.start_bytes + ITEM_BYTES * count
+        return self.shape.start_bytes + self.shape.item_bytes * count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +51,10 @@ class _Part:
     start: int
     count: int
     ready: Mark | None
+
+    @property
+    def bytes(self) -> int:
+        return self.target.shape.item_bytes * self.count
 
     @property
     def is_last(self) -> bool:
@@ -112,10 +116,10 @@ class Writes:
                 self._write(part, Lane.OUT)
             return
         self._held.extend(parts)
-        self._held_bytes += sum(ITEM_BYTES * part.count for part in parts)
+        self._held_bytes += sum(part.bytes for part in parts)
         while self._held_bytes > self.held_bytes_max:
             part = self._held.popleft()
-            self._held_bytes -= ITEM_BYTES * part.count
+            self._held_bytes -= part.bytes
             self._write(part, Lane.OUT)
 
     def flush(self) -> None:
