@@ -1,17 +1,18 @@
 """Adapters beside a streamed base: one step here and in `soup-cli`, interleaved.
 
     python -m tools.bench.lora_soup (--package DIR | --geometry H,L,F,V) [--rows DIR]
-           [--device cpu|cuda] [--dtype fp32|bf16] [--quant none|nf4] [--seq-len 256]
+           [--device cpu|cuda] [--dtype fp32|bf16] [--quant none|nf4] [--seq-len 256,…]
            [--micro-batch 1] [--accumulation 1,4] [--rank 8] [--targets q_proj,v_proj]
            [--rounds 3] [--threads 1] [--compile] [--work DIR] [--markdown FILE]
 
 Owns the protocol: the same package, rows, first adapters, AdamW and number of threads on both
 sides, each in a process of its own that waits while the other steps; within a round each side makes
-one step of each number of micro-batches, the order turned about each time, and ratios are taken
-within a round. The first round is dropped. Processor seconds are those of a side's own process, all
-threads together: on a machine that others use too they say more than the clock. Needs `soup-cli`
-(0.77) and `peft` beside this project. DIR of --rows holds `.npy` files of token rows; without it
-rows are random ids.
+one step of each length of rows and number of micro-batches, the order turned about each time, and
+ratios are taken within a round. One round before these is dropped, and in one behind them the most
+that a device held is taken step by step. Both sides are made ready at the same time. Processor
+seconds are those of a side's own process, all threads together: on a machine that others use too
+they say more than the clock. Needs `soup-cli` (0.77) and `peft` beside this project. DIR of --rows
+holds `.npy` files of token rows; without it rows are random ids.
 """
 
 from __future__ import annotations
@@ -38,15 +39,17 @@ SEED = 7
 # Losses of two programs that sum in another order differ by their rounding.
 LOSS_GAP_MAX = {"fp32": 2e-5, "bf16": 2e-2}
 ARMS = ("ours", "soup")
+# Tokens of a row, micro-batches of a step.
+Case = tuple[int, int]
 
 
 @dataclass(kw_only=True)
 class Arm:
-    """One side: its process, what it answered to its first line, and its steps by accumulation."""
+    """One side: its process, what it answered to its first line, and its steps by case."""
 
     process: subprocess.Popen[str]
     ready_seconds: float = 0.0
-    steps: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    steps: dict[Case, list[dict[str, Any]]] = field(default_factory=dict)
 
     def answer(self) -> dict[str, Any]:
         """Give the next answer; what else a library prints is passed over."""
@@ -57,10 +60,11 @@ class Arm:
                 return found
         raise SystemExit(f"error: a side ended with {self.process.wait()}: see its messages above")
 
-    def step(self, rows: Sequence[np.ndarray]) -> dict[str, Any]:
-        """Have a step made."""
+    def step(self, rows: Sequence[np.ndarray], *, anew: bool) -> dict[str, Any]:
+        """Have a step made; with `anew` a device's peak is that of this step alone."""
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([each.tolist() for each in rows]) + "\n")
+        line = json.dumps({"rows": [each.tolist() for each in rows], "anew": anew})
+        self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
         return self.answer()
 
@@ -89,11 +93,12 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--quant", choices=("none", "nf4"), default="none")
+    parser.add_argument("--seq-len", type=_numbers, default=[256])
     parser.add_argument("--accumulation", type=_numbers, default=[1, 4])
     parser.add_argument(
         "--targets", type=lambda text: text.split(","), default=["q_proj", "v_proj"]
     )
-    for name, value in (("seq-len", 256), ("micro-batch", 1), ("rank", 8), ("rounds", 3)):
+    for name, value in (("micro-batch", 1), ("rank", 8), ("rounds", 3)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--compile", action="store_true", help="our blocks compiled")
@@ -156,18 +161,18 @@ def measured(asked: argparse.Namespace, package: Path, work: Path) -> dict[str, 
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
             # The peer writes its shards below the folder of temporary files and nowhere else.
             pipes["env"] = {**os.environ, "TMPDIR": str(work)}
-            arm = arms[name] = Arm(process=subprocess.Popen(call, text=True, **pipes))
+            arms[name] = Arm(process=subprocess.Popen(call, text=True, **pipes))
+        for name, arm in arms.items():
             arm.ready_seconds = arm.answer()["ready_seconds"]
-            print(f"{name}: ready in {arm.ready_seconds:.1f} s", file=sys.stderr, flush=True)
-        for index in range(asked.rounds + 1):
-            for count in asked.accumulation:
-                batches = [next(rows) for _ in range(count)]
+            _say(f"{name}: ready in {arm.ready_seconds:.1f} s")
+        last = asked.rounds + 1
+        for index in range(last + 1):
+            for case in _cases(asked):
+                batches = [next(rows)[:, : case[0] + 1] for _ in range(case[1])]
                 for name in ARMS if index % 2 else reversed(ARMS):
-                    found = arms[name].step(batches)
-                    arms[name].steps.setdefault(count, []).append(found)
-                    print(
-                        f"{name} x {count}: {found['seconds']:.3g} s", file=sys.stderr, flush=True
-                    )
+                    found = arms[name].step(batches, anew=index == last)
+                    arms[name].steps.setdefault(case, []).append(found)
+                    _say(f"{name} {case[0]} x {case[1]}: {found['seconds']:.3g} s")
     finally:
         for arm in arms.values():
             arm.process.kill()
@@ -175,9 +180,17 @@ def measured(asked: argparse.Namespace, package: Path, work: Path) -> dict[str, 
     return arms
 
 
+def _cases(asked: argparse.Namespace) -> list[Case]:
+    return [(length, count) for length in asked.seq_len for count in asked.accumulation]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def _rows(asked: argparse.Namespace, package: Path) -> Any:
     """Yield micro-batches [B, T + 1], the same ones for the same arguments."""
-    width = asked.seq_len + 1
+    width = max(asked.seq_len) + 1
     if asked.rows is None:
         random = np.random.default_rng(SEED)
         vocabulary = json.loads((package / "config.json").read_text())["vocab_size"]
@@ -193,13 +206,13 @@ def _rows(asked: argparse.Namespace, package: Path) -> Any:
 def markdown(asked: argparse.Namespace, arms: dict[str, Arm]) -> tuple[str, bool]:
     """Give the table, and whether the losses are the same throughout."""
     head = (
-        "accumulation", "largest gap of losses", "ours, tokens/s", "soup, tokens/s",
+        "tokens x micro-batches", "largest gap of losses", "ours, tokens/s", "soup, tokens/s",
         "ours / soup", "the same by processor seconds",
         "peak memory, ours / soup", "device memory, ours / soup",
     )  # fmt: skip
     title = (
         f"{asked.device}, {asked.dtype}, base {asked.quant}, rank {asked.rank} on"
-        f" {','.join(asked.targets)}, {asked.micro_batch} x {asked.seq_len} tokens a micro-batch,"
+        f" {','.join(asked.targets)}, {asked.micro_batch} rows a micro-batch,"
         f" {asked.rounds} rounds{', our blocks compiled' if asked.compile else ''}; made ready in"
         f" {arms['ours'].ready_seconds:.1f} /"
         f" {arms['soup'].ready_seconds:.1f} s"
@@ -211,17 +224,17 @@ def markdown(asked: argparse.Namespace, arms: dict[str, Arm]) -> tuple[str, bool
         "|" + "---|" * len(head),
     ]
     worst = 0.0
-    for count in asked.accumulation:
-        ours, soup = (arms[name].steps[count] for name in ARMS)
+    for case in _cases(asked):
+        ours, soup = (arms[name].steps[case] for name in ARMS)
         gaps = [abs(a["loss"] - b["loss"]) / b["loss"] for a, b in zip(ours, soup, strict=True)]
         worst = max(worst, *gaps)
-        tokens = count * asked.micro_batch * asked.seq_len
-        rates = [[tokens / each["seconds"] for each in side[1:]] for side in (ours, soup)]
+        tokens = case[0] * case[1] * asked.micro_batch
+        rates = [[tokens / each["seconds"] for each in side[1:-1]] for side in (ours, soup)]
         ratios = [a / b for a, b in zip(*rates, strict=True)]
-        spent = [[each["cpu_seconds"] for each in side[1:]] for side in (ours, soup)]
+        spent = [[each["cpu_seconds"] for each in side[1:-1]] for side in (ours, soup)]
         by_processor = [theirs / own for own, theirs in zip(*spent, strict=True)]
         cells = [
-            str(count),
+            f"{case[0]} x {case[1]}",
             f"{max(gaps):.1e}",
             *(_spread(each, 4) for each in rates),
             _spread(ratios, 3),

@@ -1,7 +1,8 @@
 """The two sides of `tools.bench.lora_soup`, each in a process of its own.
 
 Owns how each program is asked for a step of the same adapters on the same model. A side reads one
-line of JSON a step, the micro-batches of token rows, and answers with one: loss and seconds. Soup
+line of JSON a step, the micro-batches of token rows and whether what a device held is to be
+forgotten before it, and answers with one: loss and seconds. Soup
 is driven through its own `shard_checkpoint` and `build_streamed_model`, with the values that its
 trainer hands them by default, and torch's AdamW; ours through the engine and a store, each step
 committed.
@@ -36,6 +37,7 @@ from trainer.options import EngineOptions
 from trainer.pipeline.pipeline import PipelineSettings
 
 ADAM = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "adam_eps": 1e-8, "weight_decay": 0.0}
+AGAIN_SECONDS = 0.1
 LONG_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 Step = Callable[[list[np.ndarray]], float]
 
@@ -52,7 +54,10 @@ def main() -> None:
     step = {"ours": our_step, "soup": soup_step}[asked.arm](plan)
     _answer({"ready_seconds": time.perf_counter() - started})
     for line in sys.stdin:
-        rows = [np.array(each) for each in json.loads(line)]
+        asked_step = json.loads(line)
+        rows = [np.array(each) for each in asked_step["rows"]]
+        if asked_step["anew"]:
+            _device(plan).forget_peak()
         _wait(plan)
         began, cpu_began = time.perf_counter(), time.process_time()
         loss = step(rows)
@@ -115,7 +120,9 @@ def _commit_first(store: shardb.Store, engine: AdapterEngine, file: Path) -> Non
                 first |= {f"{stage}:{name}": tensor for name, tensor in tensors.items()}
             torch_adaptor.write(txn, shard, tensors)
         txn.commit(step=1)
-    save_file(first, file)
+    written = file.with_suffix(".part")
+    save_file(first, written)
+    written.rename(file)
 
 
 def soup_step(plan: dict[str, Any]) -> Step:
@@ -178,6 +185,8 @@ def soup_step(plan: dict[str, Any]) -> Step:
 
 def _with_first(model: Any, file: Path) -> list[Any]:
     """Give every adapter our first values; each must find its place."""
+    while not file.exists():
+        time.sleep(AGAIN_SECONDS)
     first = load_file(file)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     left = set(trained)
