@@ -30,6 +30,7 @@ KINDS: dict[str, str] = {
     "index_unreadable": "the index is no sound database; opening the store makes a new one",
     "index_differs": "the index says something else than the log",
     "directory_missing": "a directory of the store is not there; opening the store makes it",
+    "directory_elsewhere": "objects/ is on another file system than spare/: nothing can be written",
     "object_missing": "an object that a commit needs is not there",
     "object_corrupt": "the bytes of an object are not those that were committed",
     "object_malformed": "an object's header does not describe tensors",

@@ -68,6 +68,7 @@ class _Check:
         if not self._check_places():
             self.report.complete = False
             return self.report
+        self._check_renaming()
         view = take_view(self.files, self.root)
         index = self._read_index(view)
         self.applied_lsn = index.applied.lsn if index is not None else 0
@@ -159,6 +160,23 @@ class _Check:
                 )
             )
         return not any(obstacle.hides_the_store for obstacle in obstacles)
+
+    def _check_renaming(self) -> None:
+        """A store whose files cannot be renamed from `spare/` to `objects/` is refused."""
+        objects, spare = f"{self.root}/objects", f"{self.root}/spare"
+        if not (self.files.exists(objects) and self.files.exists(spare)):
+            return  # told elsewhere
+        if not self.files.can_rename(spare, objects):
+            self._add(
+                Finding(
+                    kind="directory_elsewhere",
+                    severity="error",
+                    path=objects,
+                    expected="the file system of spare/: what is written there is renamed to here",
+                    found="another one, mounted or linked; what is in it can be read, and copied",
+                    next_command=f"{command('clone', self.root)} {quote(f'{self.root}-whole')}",
+                )
+            )
 
     # Index
 

@@ -6,6 +6,8 @@ Opening never deletes anything, and never starts empty where history exists.
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from typing import TYPE_CHECKING
 
@@ -112,6 +114,7 @@ def open_index(store: Store, report: RecoveryReport) -> Index:
     files, locks = store.files, store.locks
     directory = f"{store.root}/index"
     _make_missing_directories(files, store.root, report)
+    _check_renaming(files, store.root)
     # FORMAT and the directories are there, but whoever made them may have died before this sync:
     # what is committed from here on must not hang on an entry that power loss takes away.
     files.sync_directory(store.root)
@@ -138,6 +141,12 @@ def open_index(store: Store, report: RecoveryReport) -> Index:
             locks.settle_index()
     _describe(store, index, report)
     return index
+
+
+def _check_renaming(files: FileSystem, root: str) -> None:
+    """Raise OSError(EXDEV) where files cannot go from `spare/` to `objects/`, before any work."""
+    if not files.can_rename(f"{root}/spare", f"{root}/objects"):
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), f"{root}/objects")
 
 
 def _check_store_id(store: Store, index: Index) -> None:

@@ -47,7 +47,7 @@ from shardb.store import open as open_store
 from shardb.views import ShardView
 
 T = TypeVar("T")
-REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM)
+REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EXDEV)
 UNPACKED_BYTES_MAX = 1 << 30
 
 

@@ -101,6 +101,7 @@ WITHOUT = {"foreign_file", "log_acknowledged"}
 ELSEWHERE = {
     *("log_chain_broken", "checkpoint_differs", "object_malformed", "object_duplicate"),
     "object_unreadable",  # what mends a disk is no command of the store's
+    "directory_elsewhere",  # a second file system is needed; what is typed makes another store
 }
 
 
