@@ -8,7 +8,8 @@ or, where the source cannot be written, only looked at: every digest is checked.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from shardb import branching
@@ -118,7 +119,8 @@ def clone(
 
     `target` is a new store, or one that an interrupted clone left. With `retained` all commits that
     the branches keep are copied, not only their heads. Raises NotFoundError for unknown names,
-    ConflictError when the target holds something that the source does not know.
+    ConflictError when the target holds something that the source does not know, and when a name is
+    removed before it was copied.
     """
     heads, pinned = source.branches(), source.snapshots()
     wanted_branches = chosen("branch", branches, heads)
@@ -128,10 +130,14 @@ def clone(
     if branching.policy_of(target) != policy:
         branching.set_policy(target, policy)
     for name in wanted_branches:
-        for commit in _line(source, name, retained=retained):
-            copy_commit(source, target, commit, name, tally=tally)
+        with told_if_gone(source.root, f"branch {name!r}"):
+            if retained:
+                _copy_line(source, target, name, tally)
+            with source.at(branch=name) as view:  # a live writer retires heads: look, and lease
+                copy_leased(source, view, target, name, tally=tally)
     for name in wanted_snapshots:
-        copy_snapshot(source, target, name, tally=tally)
+        with told_if_gone(source.root, f"snapshot {name!r}"):
+            copy_snapshot(source, target, name, tally=tally)
     copied_branches, copied_snapshots = target.branches(), target.snapshots()
     return Cloned(
         branches={name: copied_branches[name] for name in wanted_branches},
@@ -150,10 +156,23 @@ def chosen(what: str, wanted: Iterable[str] | None, existing: Mapping[str, objec
     return names
 
 
-def _line(source: Source, branch: str, *, retained: bool) -> list[str]:
-    """The commits of a branch to copy, oldest first; the head is always the last."""
+@contextmanager
+def told_if_gone(where: str, what: str) -> Iterator[None]:
+    """Raise ConflictError for what was there when a copy began, and is not found any more."""
+    try:
+        yield
+    except NotFoundError as error:
+        raise ConflictError(
+            f"{where}: {what}, or a commit of it, went while the store was copied; run the "
+            "same command again: it goes on with what is there now"
+        ) from error
+
+
+def _copy_line(source: Source, target: Store, branch: str, tally: Tally | None) -> None:
+    """Copy the commits that a branch retains, oldest first."""
     row = source.index.read(lambda tables: tables.get("branches", branch))
-    return list(row["retained"]) if retained else [row["head"]]
+    for commit in row["retained"] if row is not None else ():
+        copy_commit(source, target, commit, branch, tally=tally)
 
 
 def _check_part_of(source: Source, target: Store) -> None:

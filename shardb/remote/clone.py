@@ -14,7 +14,7 @@ from shardb.remote.pull import RemoteSource, pull_commit, pull_snapshot
 from shardb.remote.push import push_commit, push_snapshot
 from shardb.remote.repository import RemoteStore
 from shardb.store import Store
-from shardb.transfer import Cloned, Source, chosen
+from shardb.transfer import Cloned, Source, chosen, told_if_gone
 from shardb.transfer_lineage import lineage
 from shardb.transfer_tally import Tally
 
@@ -29,7 +29,8 @@ def clone_to(
 ) -> Cloned:
     """Push branches (all, or those named), snapshots likewise, and the retention policy.
 
-    Raises NotFoundError for unknown names, ConflictError when the place holds another run.
+    Raises NotFoundError for unknown names, ConflictError when the place holds another run, and when
+    a name is removed before it was copied.
     """
     heads, pinned = source.branches(), source.snapshots()
     wanted_branches = chosen("branch", branches, heads)
@@ -40,13 +41,11 @@ def clone_to(
             raise ConflictError(_taken(remote.url, name, ref.step, source.root))
     remote.set_policy(branching.policy_of(source))
     oldest_first = sorted(wanted_snapshots, key=lambda name: pinned[name].step)
-    return Cloned(
-        snapshots={name: push_snapshot(source, remote, name, tally=tally) for name in oldest_first},
-        branches={
-            name: push_commit(source, remote, heads[name].id, name, tally=tally)
-            for name in wanted_branches
-        },
-    )
+    with told_if_gone(source.root, "a branch or a snapshot"):
+        return Cloned(
+            snapshots={n: push_snapshot(source, remote, n, tally=tally) for n in oldest_first},
+            branches={n: push_commit(source, remote, n, n, tally=tally) for n in wanted_branches},
+        )
 
 
 def clone_from(
@@ -72,15 +71,16 @@ def clone_from(
     policy = remote.policy()
     if policy is not None and policy != branching.policy_of(target):
         branching.set_policy(target, policy)
-    return Cloned(
-        branches={
-            name: pull_commit(remote, target, heads[name].commit, name, tally=tally)
-            for name in wanted_branches
-        },
-        snapshots={
-            name: pull_snapshot(remote, target, name, tally=tally) for name in wanted_snapshots
-        },
-    )
+    with told_if_gone(remote.url, "a branch or a snapshot"):
+        return Cloned(
+            branches={
+                name: pull_commit(remote, target, heads[name].commit, name, tally=tally)
+                for name in wanted_branches
+            },
+            snapshots={
+                name: pull_snapshot(remote, target, name, tally=tally) for name in wanted_snapshots
+            },
+        )
 
 
 def _taken(where: str, branch: str, step: int, source: str) -> str:
