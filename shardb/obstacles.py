@@ -25,6 +25,8 @@ from shardb.log import SEGMENT_PATTERN
 
 LINK = "a link that leads nowhere"
 NEEDED_DIRECTORIES = ("wal", "objects")
+# What a trainer writes beside a store, and refuses to begin without.
+TRAINER_LOGS = "logs"
 # By directory, the names that the store makes in it. Segments of the log are looked for as well.
 OWN_NAMES = {
     "wal": re.compile(r"\.partial$"),
@@ -33,6 +35,7 @@ OWN_NAMES = {
     "index": re.compile(r"^(data|lock)\.mdb$"),
     "leases": re.compile(r"^[0-9a-f]{32}\."),
     "locks": re.compile(r"^(wal|index|branch-.+)$"),
+    TRAINER_LOGS: re.compile(r"^steps\.jsonl$"),
 }
 # With one of these taken, nothing else of a store can be looked at.
 _IN_EVERY_WAY = (*DIRECTORIES, "locks/wal", "index/data.mdb")
@@ -104,7 +107,7 @@ def _read_through(files: FileSystem, file: int, path: str) -> None:
 
 
 def _find(files: FileSystem, root: str) -> Iterator[Obstacle]:
-    for name in DIRECTORIES:
+    for name in (*DIRECTORIES, TRAINER_LOGS):
         found = obstacle_at(files, f"{root}/{name}", directory=True)
         if found is not None:
             needed = name in NEEDED_DIRECTORIES

@@ -20,6 +20,7 @@ from shardb.index import MAP_BYTES, Index
 from shardb.locks import Locks
 from shardb.log import START, Log
 from shardb.objects import free_bytes_of
+from shardb.obstacles import TRAINER_LOGS
 from shardb.records import new_id, new_record
 from shardb.recovery import RecoveryReport, catch_up
 
@@ -47,7 +48,7 @@ def create(files: FileSystem, root: str) -> bool:
     if files.exists(root) and not files.status(root).is_directory:
         raise UsageError(f"{root}: this is a file; choose a directory", path=root)
     if files.exists(root) and files.list(root) and not files.exists(f"{root}/wal"):
-        foreign = [n for n in files.list(root) if n not in (*store_format.DIRECTORIES, "logs")]
+        foreign = [n for n in files.list(root) if n not in (*store_format.DIRECTORIES, TRAINER_LOGS)]
         if foreign:
             raise UsageError(
                 f"{root}: not empty ({', '.join(foreign[:3])}) and not a store; choose another "

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -54,14 +55,31 @@ def open_step_log(
     `missing_lines(last)` gives the lines of the committed steps after `last`, in order, up to
     `resumed_step`.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise InputError(
+            f"{error.filename}: a file, or a link that leads nowhere, lies where the folder of the "
+            "step log is: bring back what it leads to, or move it away; the lines of the steps are "
+            "made again from the store"
+        ) from error
     path = folder / FILE_NAME
     check_is_file(path)
+    make_own(path)
     last_step = cut(path, resumed_step)
     log = StepLog(open(path, "ab", buffering=0))  # noqa: SIM115 - closed by the run
     for line in missing_lines(last_step):
         log.append(line)
     return log
+
+
+def make_own(path: Path) -> None:
+    """Give a run a step log of its own in the place of one that a hard-linked copy has too."""
+    if not path.exists() or path.stat().st_nlink == 1:
+        return
+    copy = path.with_name(f"{path.name}.partial")
+    shutil.copyfile(path, copy)
+    copy.replace(path)
 
 
 def cut(path: Path, resumed_step: int) -> int:

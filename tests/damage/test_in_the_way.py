@@ -85,10 +85,11 @@ def test_is_a_url_refused_by_verbs_of_directories(
 # Where something may lie, less what is damage: FORMAT, objects, segments that are directories.
 PLACES = {
     "a directory": ("locks/wal", "locks/index", "locks/branch-main", "index/data.mdb",
-                    "index/lock.mdb", "reserve", "spare file", "lease", "unfinished file"),
-    "a file": ("spare", "leases", "locks", "index"),
+                    "index/lock.mdb", "reserve", "spare file", "lease", "unfinished file",
+                    "logs/steps.jsonl"),
+    "a file": ("spare", "leases", "locks", "index", "logs"),
     "dangling": ("locks/wal", "locks/branch-main", "index/data.mdb", "index/lock.mdb", "reserve",
-                 "lease", "spare", "leases", "locks", "index"),
+                 "lease", "spare", "leases", "locks", "index", "logs", "logs/steps.jsonl"),
     "loop": ("locks/wal", "index/data.mdb", "lease", "spare file", "spare"),
 }  # fmt: skip
 NEEDED = ("wal", "objects", LAST_SEGMENT)

@@ -113,3 +113,24 @@ def test_is_something_in_its_place_named(tmp_path: Path, is_link: bool, words: s
     for look in (last_logged_step, lambda folder: open_step_log(folder, 3, lambda _: ())):
         with pytest.raises(InputError, match=f"{path}.*{words}"):
             look(tmp_path)
+
+
+@pytest.mark.parametrize("below", [False, True])
+def test_is_a_link_to_nothing_in_the_place_of_its_folder_named(tmp_path: Path, below: bool) -> None:
+    logs = tmp_path / "logs"
+    logs.symlink_to(tmp_path / "unmounted")
+    folder = logs / "branches" / "alt" if below else logs
+    with pytest.raises(InputError, match=f"{logs}.*a link that leads nowhere"):
+        open_step_log(folder, 3, lambda _: ())
+
+
+def test_is_the_log_of_a_hard_linked_copy_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    path = write(tmp_path / "run", line(1), line(2), line(3))
+    copy = tmp_path / "copy.jsonl"
+    copy.hardlink_to(path)
+    log = open_step_log(tmp_path / "run", 2, lambda _: ())
+    log.append({"step": 9})
+    log.close()
+    assert steps(copy) == [1, 2, 3]
+    assert steps(path) == [1, 2, 9]
