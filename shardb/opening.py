@@ -48,7 +48,9 @@ def create(files: FileSystem, root: str) -> bool:
     if files.exists(root) and not files.status(root).is_directory:
         raise UsageError(f"{root}: this is a file; choose a directory", path=root)
     if files.exists(root) and files.list(root) and not files.exists(f"{root}/wal"):
-        foreign = [n for n in files.list(root) if n not in (*store_format.DIRECTORIES, TRAINER_LOGS)]
+        foreign = [
+            n for n in files.list(root) if n not in (*store_format.DIRECTORIES, TRAINER_LOGS)
+        ]
         if foreign:
             raise UsageError(
                 f"{root}: not empty ({', '.join(foreign[:3])}) and not a store; choose another "
