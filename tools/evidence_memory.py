@@ -1,24 +1,26 @@
 """How large a model, and how many rows, a device of 4 to 24 GiB trains: resident and streamed.
 
-Owns the search: the device's memory is capped for this process, sizes grow until a step does not
-fit, and the last that made its steps is told. Knows nothing of time. The cap counts what PyTorch's
-allocator takes from the device, the holes in it included, not the half gigabyte that CUDA itself
-needs. Rows: `perkunas-v2.9-100m`, 512 tokens a row, from a store in host memory. Models: blocks of
-hidden size 2048, one row a step; the streamed one comes from a store on a RAM disk, as large as the
-machine has room for.
+Owns the search: the device's memory is capped for this process, and of two sizes an eighth apart
+the one made its steps and the other did not fit. Knows nothing of time. The cap counts what
+PyTorch's allocator takes from the device, the holes in it included, not the half gigabyte that CUDA
+itself needs. Rows: `perkunas-v2.9-100m`, 512 tokens a row, blocks compiled in every way; the
+streamed one through the pipeline, from a store in host memory. Models: blocks of hidden size 2048,
+one row a step; the streamed one is a run of `train` whose store is on a RAM disk, as large as the
+machine has room for. Invariant: host memory that others have is not counted as room.
 
-    python -m tools.evidence_memory --out memory.jsonl --caps 4,24,8,12 --limit-seconds 120
+    python -m tools.evidence_memory --out sizes.jsonl --data data --caps 4,24,8,12
+    python -m tools.evidence_memory --out deep.jsonl --data data --deep --caps 4 --room-gib 64
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import shutil
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -26,34 +28,40 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
-
-from tests.support.memory_transaction import MemoryStore
-from tests.support.resident import ResidentTrainer, optimizer_of
 from tools.bench.gpu_product import Product
 from tools.evidence_runs import available_bytes
-from trainer.device import Device
-from trainer.engine import Engine, EngineOptions
+from tools.evidence_steps import (
+    PIPELINE,
+    SEQ_LEN,
+    STEPS,
+    Capped,
+    Checkpointed,
+    Whole,
+    new_store,
+    resident_steps,
+    streamed_options,
+    streamed_steps,
+)
 from trainer.model.config import ModelConfig
 from trainer.model.presets import preset
-from trainer.model.stages import Block, build_head, build_stages, build_trunk
-from trainer.pipeline.pipeline import PipelineSettings
+from trainer.options import EngineOptions
+from trainer.pipeline.walk import predicted_pipeline_phases
+from trainer.vram import StepShape
 
 GIB = 1 << 30
-SEQ_LEN = 512
-# The second step has the optimizer's state, the third replays what was recorded.
-STEPS = 3
-ROWS_MAX = 2048
-# 1.9 B parameters: more takes longer to begin than it tells.
-BLOCKS_MAX = 36
-OPTIONS = EngineOptions(dtype="bf16", lm_head_chunk_tokens=2048)
-STREAMED = replace(OPTIONS, activation_placement="host")
+ROWS_MAX = 1536
+# 1.7 B parameters: more takes longer to begin than it tells.
+BLOCKS_MAX = 32
+OPTIONS = EngineOptions(dtype="bf16", lm_head_chunk_tokens=2048, compile_blocks=True)
+RESIDENT = {"checkpointed": Checkpointed, "whole": Whole}
+# A device where sizes are measured first, and how many rows.
+ROOMY_GIB = 64
+MEASURED = {"checkpointed": (64, 160), "whole": (8, 24)}
 STATE_BYTES = 12
-# Of a streamed model: the copy that is read, the one that is written, and one of room.
+# Of a streamed model: the copy that is read, the one that is written, the one before.
 COPIES = 3
+# What a run takes of the host beside its store, and what is left to others.
+SPARE_BYTES = 10 * GIB
 BLOCK = ModelConfig(
     vocab_size=8000,
     hidden_size=2048,
@@ -64,41 +72,6 @@ BLOCK = ModelConfig(
 )
 
 
-class Whole(ResidentTrainer):
-    """Resident training; its values are drawn on the device, for only their sizes matter here."""
-
-    is_checkpointed = False
-
-    def __init__(self, model: ModelConfig, device: str) -> None:
-        self.config, self.options, self.device = model, OPTIONS, device
-        self.dtype = torch.bfloat16
-        self.trunk, self.head = build_trunk(model), build_head(model)
-        self.params = {
-            stage.name: {
-                name: torch.empty(each.shape, device=device).normal_(0.0, 0.02).requires_grad_()
-                for name, each in stage.parameters.items()
-            }
-            for stage in build_stages(model)
-        }
-        every = [p for shard in self.params.values() for p in shard.values()]
-        self.optimizer = optimizer_of(OPTIONS, every)
-
-    def _hidden(self, ids: Tensor) -> Tensor:
-        x = ids
-        for stage in self.trunk:
-            if self.is_checkpointed and isinstance(stage, Block):
-                x = checkpoint(self._run, stage, x, use_reentrant=False)
-            else:
-                x = self._run(stage, x)
-        return x
-
-
-class Checkpointed(Whole):
-    """Resident training that keeps only what lies between the blocks."""
-
-    is_checkpointed = True
-
-
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """The device that is searched on, and when the search has to be over."""
@@ -107,6 +80,8 @@ class Limits:
     ends_at: float
     rows_max: int = ROWS_MAX
     blocks_max: int = BLOCKS_MAX
+    room_bytes: int | None = None
+    options: EngineOptions = OPTIONS
     model: ModelConfig = field(default_factory=lambda: preset("perkunas-v2.9-100m"))
     block: ModelConfig = BLOCK
 
@@ -115,111 +90,124 @@ class Limits:
         return time.monotonic() > self.ends_at
 
 
-class Capped:
-    """A device whose memory is capped for this process; on a processor nothing is."""
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """The bytes that a step takes by its rows: a line through two sizes."""
 
-    def __init__(self, name: str, cap_bytes: int) -> None:
-        self._device = Device.from_name(name)
-        self._device.limit_memory(cap_bytes)
+    few: int
+    few_bytes: int
+    many: int
+    many_bytes: int
 
-    def tried(self, attempt: Callable[[], None]) -> int | None:
-        """Make an attempt and give the bytes tensors took at most, None where it did not fit."""
-        self._forget()
-        try:
-            attempt()
-            self._device.wait()
-            return self._device.peak_bytes()
-        except torch.OutOfMemoryError:
-            return None
-        finally:
-            self._forget()
-
-    def _forget(self) -> None:
-        gc.collect()
-        self._device.forget_peak()
+    def rows_in(self, size_bytes: int) -> int:
+        """Give the rows that the line has room for; 1 at least."""
+        per_row = (self.many_bytes - self.few_bytes) / (self.many - self.few)
+        if per_row <= 0:
+            return self.many
+        return max(1, int(self.many + (size_bytes - self.many_bytes) / per_row))
 
 
-def new_store(model: ModelConfig) -> MemoryStore:
-    """Make a store in host memory with the first values of a model."""
-    store = MemoryStore(poison=False)
-    txn = store.begin()
-    Engine(model, STREAMED, Device.from_name("cpu")).initialise(txn, 1)
-    txn.commit()
-    return store
+def largest(fits: Callable[[int], bool], guess: int, most: int, limits: Limits) -> tuple[int, int]:
+    """Give the largest size that fits and the smallest that does not, from a guess by eighths.
 
-
-def resident_steps(trainer: Whole, rows: int) -> None:
-    """Train a few steps with all of a model in the device's memory."""
-    for _ in range(STEPS):
-        trainer.step([_ids(trainer.config, rows)], 1e-4)
-
-
-def streamed_steps(store: MemoryStore, model: ModelConfig, name: str, rows: int) -> None:
-    """Train a few steps through the pipeline, from a store in host memory."""
-    engine = Engine(model, STREAMED, Device.from_name(name))
-    engine.use_pipeline(PipelineSettings(activations_on_host=True, gradients="recompute"))
-    try:
-        for step in range(1, STEPS + 1):
-            txn = store.begin()
-            engine.train_step(txn, [_ids(model, rows)], step=step, learning_rate=1e-4)
-            txn.commit()
-    finally:
-        engine.close()
-
-
-def _ids(model: ModelConfig, rows: int) -> Any:
-    return np.random.default_rng(0).integers(0, model.vocab_size, (rows, SEQ_LEN + 1))
-
-
-def largest(fits: Callable[[int], bool], first: int, limits: Limits) -> tuple[int, int]:
-    """Give the largest size that fits and the smallest that does not, by doubling and halving.
-
-    The second is 0 where nothing was too large. Ends within an eighth of the size.
+    Either is 0 where none was found: nothing up to `most` was too large, or time was over.
     """
-    good, bad, size, most = 0, 0, first, limits.rows_max
-    while not limits.is_over() and size <= most and not bad:
-        good, bad = (size, 0) if fits(size) else (good, size)
-        size = min(2 * size, most) if size < most else most + 1
-    while bad and bad - good > max(1, good // 8) and not limits.is_over():
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if fits(middle) else (good, middle)
+    good, bad, size = 0, 0, min(guess, most)
+    while size and not limits.is_over() and not (good and bad):
+        if fits(size):
+            good, size = size, (min(most, size + max(1, size // 8)) if size < most else 0)
+        else:
+            bad, size = size, size - max(1, size // 8)
     return good, bad
 
 
-def rows_found(cap: int, limits: Limits, store: MemoryStore) -> Iterator[dict[str, Any]]:
-    """Give the most rows that a step of the 100 M model takes, in each way."""
-    model, device = limits.model, Capped(limits.device, cap * GIB)
+def streamed_line(limits: Limits) -> Line:
+    """Give what the trainer itself predicts of streamed steps."""
+    few, many = 64, 256
+    shape = StepShape(
+        model=limits.model,
+        options=streamed_options(limits.options),
+        micro_batch_size=1,
+        accumulation=1,
+        seq_len=SEQ_LEN,
+    )
 
-    def found(way: str, attempt: Callable[[int], None]) -> dict[str, Any]:
-        good, bad = largest(partial(_fits, device, attempt), max(1, 2 * cap), limits)
-        return {"kind": "rows", "cap_gib": cap, "way": way, "fits": good, "too_many": bad}
+    def predicted(rows: int) -> int:
+        sized = replace(shape, micro_batch_size=rows)
+        return max(predicted_pipeline_phases(sized, PIPELINE, is_host=False).values())
 
-    yield found("streamed", partial(streamed_steps, store, model, limits.device))
-    for kind in (Whole, Checkpointed):
-        trainer = kind(model, limits.device)
-        yield found(kind.__name__.lower(), partial(resident_steps, trainer))
-        del trainer
+    return Line(few=few, few_bytes=predicted(few), many=many, many_bytes=predicted(many))
 
 
-def _fits(device: Capped, attempt: Callable[[int], None], size: int) -> bool:
-    return device.tried(partial(attempt, size)) is not None
+class RowSearch:
+    """The most rows of a step of the 100 M model in each way; what all caps need is made once."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._store = new_store(limits.model)
+        self._lines: dict[str, Line] = {}
+
+    def found(self, cap: int, way: str) -> dict[str, Any]:
+        """Give the most rows that a step takes in one way, and the fewest that are too many."""
+        limits = self._limits
+        if way == "streamed":
+            attempt = partial(
+                streamed_steps, self._store, limits.model, limits.options, limits.device
+            )
+        else:
+            trainer = RESIDENT[way](limits.model, limits.options, limits.device)
+            attempt = partial(resident_steps, trainer)
+        guess = self._line(way, attempt).rows_in(cap * GIB)
+        device = Capped(limits.device, cap * GIB)
+        peaks: dict[int, int | None] = {}
+
+        def fits(rows: int) -> bool:
+            peaks[rows] = device.tried(partial(attempt, rows))
+            return peaks[rows] is not None
+
+        good, bad = largest(fits, guess, limits.rows_max, limits)
+        told = {"fits": good, "too_many": bad, "peak_bytes": peaks.get(good), "tried": [*peaks]}
+        return {"kind": "rows", "cap_gib": cap, "way": way, **told}
+
+    def _line(self, way: str, attempt: Callable[[int], None]) -> Line:
+        if way not in self._lines:
+            is_streamed = way == "streamed"
+            limits = self._limits
+            self._lines[way] = (
+                streamed_line(limits) if is_streamed else measured_line(way, attempt, limits)
+            )
+        return self._lines[way]
+
+
+def measured_line(way: str, attempt: Callable[[int], None], limits: Limits) -> Line:
+    """Measure two sizes on a device that has room."""
+    few, many = (min(rows, limits.rows_max + more) for more, rows in enumerate(MEASURED[way]))
+    device = Capped(limits.device, ROOMY_GIB * GIB)
+    sizes = [device.tried(partial(attempt, rows)) for rows in (few, many)]
+    assert None not in sizes, f"{many} rows do not fit into {ROOMY_GIB} GiB"
+    return Line(few=few, few_bytes=sizes[0] or 0, many=many, many_bytes=sizes[1] or 0)
 
 
 def blocks_found(cap: int, limits: Limits) -> dict[str, Any]:
     """Give the largest model that trains resident, checkpointed, with one row a step."""
     device = Capped(limits.device, cap * GIB)
+    options = replace(limits.options, compile_blocks=False)
 
     def attempt(blocks: int) -> None:
-        resident_steps(Checkpointed(replace(limits.block, num_layers=blocks), limits.device), 1)
+        model = replace(limits.block, num_layers=blocks)
+        resident_steps(Checkpointed(model, options, limits.device), 1)
+
+    def fits(blocks: int) -> bool:
+        return device.tried(partial(attempt, blocks)) is not None
 
     # 16 bytes a parameter: weights, gradients and two moments.
-    size = max(1, cap * GIB // 16 // block_parameters(limits.block) - 2)
+    guess = max(1, cap * GIB // 16 // block_parameters(limits.block) - 1)
     good, bad = 0, 0
-    while not limits.is_over() and 0 < size <= limits.blocks_max and not (good and bad):
-        if _fits(device, attempt, size):
-            good, size = size, size + 1
+    while not limits.is_over() and 0 < guess <= limits.blocks_max and not (good and bad):
+        if fits(guess):
+            good, guess = guess, guess + 1
         else:
-            bad, size = size, size - 1
+            bad, guess = guess, guess - 1
     return {
         "kind": "model",
         "cap_gib": cap,
@@ -230,13 +218,25 @@ def blocks_found(cap: int, limits: Limits) -> dict[str, Any]:
     }
 
 
+def blocks_in(room_bytes: int, limits: Limits) -> int:
+    """Give the blocks of a streamed model that the host has room for."""
+    per_block = COPIES * STATE_BYTES * block_parameters(limits.block)
+    return min(room_bytes // per_block - 1, limits.blocks_max)
+
+
 def streamed_model(cap: int, limits: Limits, folder: Path, data: Path) -> dict[str, Any]:
     """Train the largest model that the machine has room for, on a capped device; tell its steps."""
-    room = min(shutil.disk_usage(folder).free, available_bytes()) * 0.8
-    blocks = max(1, int(room / COPIES / STATE_BYTES / block_parameters(limits.block)) - 1)
+    free = min(shutil.disk_usage(folder).free, available_bytes() - SPARE_BYTES)
+    room = free if limits.room_bytes is None else min(free, limits.room_bytes)
+    told: dict[str, Any] = {"kind": "model", "cap_gib": cap, "way": "streamed", "room_bytes": room}
+    blocks = blocks_in(room, limits)
+    if blocks < 1:
+        return {**told, "why": "the host has no room"}
+    # If the host runs out of memory all the same, this process is to go and no other one.
+    Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    model = replace(limits.block, num_layers=blocks)
+    told |= {"blocks": blocks, "parameters": parameters_of(model)}
     device = Capped(limits.device, cap * GIB)
-    model = replace(limits.block, num_layers=min(blocks, limits.blocks_max))
-    told: dict[str, Any] = {}
 
     def attempt() -> None:
         with ExitStack() as stack:
@@ -245,21 +245,15 @@ def streamed_model(cap: int, limits: Limits, folder: Path, data: Path) -> dict[s
             product = Product(stack, _given(model, place / "run", data, limits.device))
             told["begin_seconds"] = round(time.monotonic() - began, 1)
             for _ in range(STEPS):
+                if available_bytes() < SPARE_BYTES or limits.is_over():
+                    told["why"] = "no time was left" if limits.is_over() else "no memory was left"
+                    break
                 product.step()
-            told["losses"] = [line["loss"] for line in product.lines]
-            told["step_seconds"] = [round(line["seconds"], 2) for line in product.lines]
+                told["losses"] = [line["loss"] for line in product.lines]
+                told["step_seconds"] = [round(line["seconds"], 2) for line in product.lines]
 
     peak = device.tried(attempt)
-    return {
-        "kind": "model",
-        "cap_gib": cap,
-        "way": "streamed",
-        "blocks": model.num_layers,
-        "parameters": parameters_of(model),
-        "fits": peak is not None,
-        "peak_bytes": peak,
-        **told,
-    }
+    return {**told, "fits": peak is not None and "why" not in told, "peak_bytes": peak}
 
 
 def parameters_of(model: ModelConfig) -> int:
@@ -298,37 +292,55 @@ def _given(model: ModelConfig, store: Path, data: Path, device: str) -> dict[str
     }
 
 
+def found_sizes(given: argparse.Namespace, limits: Limits) -> Iterator[Callable[[], Any]]:
+    """Give what there is to find out, the most telling first."""
+    caps = [int(cap) for cap in given.caps.split(",")]
+    if given.deep:
+        yield from (partial(streamed_model, c, limits, given.memory, given.data) for c in caps)
+        return
+    yield from (partial(blocks_found, cap, limits) for cap in caps)
+    search = RowSearch(limits)
+    yield from (partial(search.found, cap, way) for cap in caps for way in ("streamed", *RESIDENT))
+
+
 def main(words: Sequence[str] | None = None) -> int:
-    """Search, the most telling first; every line is written as it is found."""
+    """Search; every line is written as it is found. 1 where something could not be found out."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--caps", default="4,24,8,12")
+    parser.add_argument("--deep", action="store_true", help="train a deep streamed model alone")
+    parser.add_argument("--room-gib", type=int, help="host memory that a streamed model may take")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="try the search, on tiny models")
     parser.add_argument("--limit-seconds", type=float, default=120)
     given = parser.parse_args(words)
     limits = Limits(device=given.device, ends_at=time.monotonic() + given.limit_seconds)
+    if given.room_gib:
+        limits = replace(limits, room_bytes=given.room_gib * GIB)
     if given.tiny:
-        small = replace(
-            BLOCK, hidden_size=32, num_heads=2, num_kv_heads=2, head_dim=16, intermediate_size=64
-        )
-        limits = replace(limits, rows_max=1, blocks_max=1, model=small, block=small)
-    caps = [int(cap) for cap in given.caps.split(",")]
+        limits = tiny(limits)
+    failed = 0
     with given.out.open("w", buffering=1) as out:
-
-        def tell(line: dict[str, Any]) -> None:
+        for find in found_sizes(given, limits):
+            try:
+                line = {"kind": "skipped", "why": "no time was left"}
+                line = line if limits.is_over() else find()
+            except Exception:  # noqa: BLE001 - what else can be found out is worth more
+                line = {"kind": "failed", "why": traceback.format_exc(limit=4)}
+                failed = 1
             out.write(json.dumps(line) + "\n")
+    return failed
 
-        store = new_store(limits.model)
-        for number, cap in enumerate(caps):
-            for line in rows_found(cap, limits, store):
-                tell(line)
-            tell(blocks_found(cap, limits))
-            if number == 0:
-                tell(streamed_model(cap, limits, given.memory, given.data))
-    return 0
+
+def tiny(limits: Limits) -> Limits:
+    """Give limits that a processor can search in."""
+    small = replace(
+        BLOCK, hidden_size=32, num_heads=2, num_kv_heads=2, head_dim=16, intermediate_size=64
+    )
+    options = replace(OPTIONS, compile_blocks=False)
+    return replace(limits, rows_max=1, blocks_max=1, model=small, block=small, options=options)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from tools.evidence_recipes import (
     Arm,
     Scale,
     ablation_arms,
+    brisk_arms,
     fields_of,
     hot_arms,
     main_arm,
@@ -41,8 +42,11 @@ from tools.evidence_runs import (
 )
 
 KILLS = 3
+CONTROL_STEPS = 40
 RATES = (7.5e-4, 1.5e-3, 3e-3)
 RATE_STEPS = 100
+# Of the host's memory: others use the machine too.
+ROOM_GIB = 64
 # Arms of an ablation that train at once on one device: each is bound by the host for a part.
 AT_ONCE = 4
 
@@ -108,20 +112,24 @@ def resident(place: Place, scale: Scale, limit: float) -> None:
 
 
 def killed(place: Place, scale: Scale, limit: float) -> None:
-    """Begin the main run once more, kill it three times, and let it reach step 300.
-
-    A second run, the control, passes over the rows of one step after it was killed.
-    """
-    ends_at = time.monotonic() + limit
+    """Begin the main run once more, kill it three times, and let it reach step 300."""
     steps = 40 if scale.is_tiny else KILLED_STEPS
-    arm = replace(main_arm(scale), name="killed", steps=steps)
-    control = replace(arm, name="killed-control", steps=steps // 4)
-    for each, count, more in ((arm, KILLS, ()), (control, 1, ("--skip-batches", "1"))):
-        began = time.monotonic()
-        code = _killed_run(each, place, ends_at, count, more)
-        record_run(each, place, code, time.monotonic() - began)
-        record_commits(each, place)
-        place.remove(each.name)
+    _killed_and_recorded(replace(main_arm(scale), name="killed", steps=steps), place, limit, KILLS)
+
+
+def control(place: Place, scale: Scale, limit: float) -> None:
+    """Do the same with a run that passes over the rows of one step after it was killed."""
+    steps = 10 if scale.is_tiny else CONTROL_STEPS
+    arm = replace(main_arm(scale), name="killed-control", steps=steps)
+    _killed_and_recorded(arm, place, limit, 1, "--skip-batches", "1")
+
+
+def _killed_and_recorded(arm: Arm, place: Place, limit: float, count: int, *more: str) -> None:
+    began = time.monotonic()
+    code = _killed_run(arm, place, began + limit, count, more)
+    record_run(arm, place, code, time.monotonic() - began)
+    record_commits(arm, place)
+    place.remove(arm.name)
 
 
 def _killed_run(arm: Arm, place: Place, ends_at: float, count: int, more: Sequence[str]) -> int:
@@ -147,6 +155,11 @@ def hot(place: Place, scale: Scale, limit: float) -> None:
     _arms_at_once(hot_arms(scale), place, limit, AT_ONCE)
 
 
+def brisk(place: Place, scale: Scale, limit: float) -> None:
+    """Train the guard's arms at five times the rate."""
+    _arms_at_once(brisk_arms(scale), place, limit, AT_ONCE)
+
+
 def probe(place: Place, scale: Scale, limit: float) -> None:
     """Begin one arm of each slow kind, to see how long its steps take."""
     wanted = {"fp16", "guard-moderate", "v25-bf16"}
@@ -160,14 +173,24 @@ def v25(place: Place, scale: Scale, limit: float) -> None:
 
 
 def memory(place: Place, scale: Scale, limit: float) -> None:
-    """Search the largest model and the most rows for capped devices."""
-    found = place.disk / "memory.jsonl"
+    """Search the largest resident model, and the most rows in each way, for capped devices."""
+    _sizes("memory", place, scale, limit, "--caps", "0" if scale.is_tiny else "4,24,8,12")
+
+
+def deep(place: Place, scale: Scale, limit: float) -> None:
+    """Train a streamed model as large as the host has room for, on the smallest device."""
+    caps = "0" if scale.is_tiny else "4"
+    _sizes("deep", place, scale, limit, "--deep", "--caps", caps, "--room-gib", str(ROOM_GIB))
+
+
+def _sizes(name: str, place: Place, scale: Scale, limit: float, *more: str) -> None:
+    found = place.disk / f"{name}.jsonl"
     words = ["tools.evidence_memory", "--out", str(found), "--data", str(place.data)]
     words += ["--memory", str(place.memory), "--device", scale.device]
     words += ["--limit-seconds", str(min(limit, place.seconds_left()) - 15)]
-    words += ["--caps", "0", "--tiny"] if scale.is_tiny else []
-    code = run_tool(words, place, "memory", limit)
-    _copy(found, place, "ended", exit_code=code, said=output_of(place, "memory")[-600:])
+    words += ["--tiny"] if scale.is_tiny else []
+    code = run_tool([*words, *more], place, name, limit)
+    _copy(found, place, "ended", exit_code=code, said=output_of(place, name)[-600:])
 
 
 def _arms_at_once(arms: Sequence[Arm], place: Place, limit: float, count: int) -> None:
@@ -209,10 +232,13 @@ PARTS: Mapping[str, Part] = MappingProxyType(
             Part(name="package", shows="export, transformers, samples", seconds=80, make=package),
             Part(name="resident", shows="control: all in memory", seconds=420, make=resident),
             Part(name="killed", shows="persistence: three SIGKILLs", seconds=170, make=killed),
+            Part(name="control", shows="control: a kill that shows", seconds=75, make=control),
             Part(name="ablations", shows="clipping, guard, fp16", seconds=260, make=ablations),
             Part(name="hot", shows="the guard at a rate too high", seconds=80, make=hot),
+            Part(name="brisk", shows="the guard at a rate less high", seconds=80, make=brisk),
             Part(name="v25", shows="the source's 291 M recipe", seconds=200, make=v25),
-            Part(name="memory", shows="sizes at 4 to 24 GiB", seconds=160, make=memory),
+            Part(name="memory", shows="sizes at 4 to 24 GiB", seconds=230, make=memory),
+            Part(name="deep", shows="a deep model at 4 GiB", seconds=170, make=deep),
             Part(name="rates", shows="the search of the peak rate", seconds=100, make=rates),
             Part(name="probe", shows="how long slow steps take", seconds=60, make=probe),
         )

@@ -152,6 +152,7 @@ def plots(lines: Sequence[Mapping[str, Any]]) -> list[Plot]:
     for part, title in (
         ("rates", "The search of the peak rate: training loss, smoothed"),
         ("ablations", "Equal tokens, 56 M parameters: training loss, smoothed"),
+        ("brisk", "Five times the rate, 56 M parameters: training loss, smoothed"),
         ("hot", "Twenty times the rate, 56 M parameters: training loss, smoothed"),
     ):
         curves = [

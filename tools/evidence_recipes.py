@@ -179,11 +179,21 @@ def ablation_arms(scale: Scale) -> list[Arm]:
 
 def hot_arms(scale: Scale) -> list[Arm]:
     """Give the guard's arms at a rate far too high, where there is something to guard against."""
+    return _guarded_arms(scale, "hot", 20)
+
+
+def brisk_arms(scale: Scale) -> list[Arm]:
+    """Give the guard's arms at a rate that is too high and can still be trained at."""
+    return _guarded_arms(scale, "brisk", 5)
+
+
+def _guarded_arms(scale: Scale, name: str, times: int) -> list[Arm]:
+    """Give a run without a guard, and one with each, all without a warm-up."""
     steps = 150
     base = {**COMMON, "preset": "perkunas-v2.8-50m", "validate-every": 50, "max-grad-norm": 0.5}
-    base = dict(scheduled(base, 20 * PEAK_RATE, steps, 1))
-    arms = {"hot-off": base}
-    arms |= {f"hot-{name}": {**base, **guarded(flags)} for name, flags in GUARDS.items()}
+    base = dict(scheduled(base, times * PEAK_RATE, steps, 1))
+    arms = {f"{name}-off": base}
+    arms |= {f"{name}-{guard}": {**base, **guarded(flags)} for guard, flags in GUARDS.items()}
     return [scale.arm(name, flags, steps) for name, flags in arms.items()]
 
 

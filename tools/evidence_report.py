@@ -131,10 +131,10 @@ def coincidence(records: Records) -> Iterator[str]:
 def persistence(records: Records) -> Iterator[str]:
     """Compare every commit of the killed run with the unbroken one's; the control must differ."""
     unbroken = records.commits("main", "main")
-    for run in ("killed", "killed-control"):
-        found = records.commits("killed", run)
+    for part, run in (("killed", "killed"), ("control", "killed-control")):
+        found = records.commits(part, run)
         both = sorted(found.keys() & unbroken.keys())
-        kills = records.of("killed", "killed", run)
+        kills = records.of(part, "killed", run)
         met = [k["last_logged"] for k in kills if k["exit_code"] == -9]
         unlike = [step for step in both if found[step] != unbroken[step]]
         said = f", first at step {unlike[0]}" if unlike else ""
@@ -186,6 +186,25 @@ def source_table(records: Records) -> Iterator[str]:
         yield from (f"{run}: held out at {s['step']}: {s['validation_loss']:.4f}" for s in held)
 
 
+def sizes(records: Records) -> Iterator[str]:
+    """Tell the largest models and the most rows of capped devices."""
+    yield "| device, GiB | way | parameters | one block more | peak, GiB |"
+    yield "|---:|---|---:|---|---:|"
+    for line in [*records.of("memory", "model"), *records.of("deep", "model")]:
+        more = "does not fit" if line.get("too_many_blocks") else "not tried"
+        yield (
+            f"| {line['cap_gib']} | {line['way']} | {line.get('parameters', 0):,} | {more} |"
+            f" {_gib(line.get('peak_bytes'))} |"
+        )
+    yield "\n| device, GiB | way | rows | tokens | too many rows | peak, GiB |"
+    yield "|---:|---|---:|---:|---:|---:|"
+    for line in records.of("memory", "rows"):
+        yield (
+            f"| {line['cap_gib']} | {line['way']} | {line['fits']} | {512 * line['fits']:,} |"
+            f" {line['too_many']} | {_gib(line.get('peak_bytes'))} |"
+        )
+
+
 def texts(records: Records) -> Iterator[str]:
     """Tell the held-out losses of the exported package, as transformers gives them."""
     yield "| text | dtype | tokens | bytes | nats a token | bits a byte | unigram nats |"
@@ -201,7 +220,7 @@ def texts(records: Records) -> Iterator[str]:
 def rest(records: Records) -> Iterator[str]:
     """Tell what needs no arithmetic: the machine, the rows, sizes, ends, exports, samples."""
     for part, kind in (
-        *(("machine", "machine"), ("data", "rows"), ("memory", "rows"), ("memory", "model")),
+        *(("machine", "machine"), ("data", "rows"), ("memory", "failed"), ("deep", "model")),
         *(("package", "exported"), ("package", "sample")),
     ):
         yield from (json.dumps(line) for line in records.of(part, kind))
@@ -213,7 +232,7 @@ def rest(records: Records) -> Iterator[str]:
 def thinned(records: Records) -> Iterator[Record]:
     """Give what is committed: some 300 steps a run with few fields, each validation, and facts."""
     fields = ("loss", "validation_loss", "tokens_seen", "learning_rate", "grad_norm", "clip_scale")
-    for part in ("main", "rates", "ablations", "hot", "v25"):
+    for part in ("main", "rates", "ablations", "hot", "brisk", "v25"):
         for run, steps in records.runs(part).items():
             every = max(1, len(steps) // THINNED_TO)
             for index, line in enumerate(steps):
@@ -221,6 +240,10 @@ def thinned(records: Records) -> Iterator[Record]:
                     kept = {name: line[name] for name in fields if name in line}
                     yield {"part": part, "kind": "step", "run": run, "step": line["step"], **kept}
     yield from (line for line in records._lines if line["kind"] in KEPT_KINDS)
+
+
+def _gib(size: int | None) -> str:
+    return "–" if size is None else f"{size / (1 << 30):.2f}"
 
 
 def _range(steps: Sequence[Record], field: str) -> str:
@@ -253,8 +276,9 @@ def main(words: Sequence[str] | None = None) -> int:
         ("learning", learning(records)),
         ("resident", coincidence(records)),
         ("killed", persistence(records)),
-        *((part, arms(records, part)) for part in ("rates", "ablations", "hot", "probe")),
+        *((part, arms(records, part)) for part in ("rates", "ablations", "hot", "brisk", "probe")),
         ("the source's 291 M run", source_table(records)),
+        ("sizes", sizes(records)),
         ("texts", texts(records)),
         ("the rest", rest(records)),
     ):

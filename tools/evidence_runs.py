@@ -29,6 +29,8 @@ from tools.exactness_trace import digests_of
 POLL_SECONDS = 0.05
 # What a process gets to commit its step and end by itself.
 GRACE_SECONDS = 10.0
+# What `train` says of a batch whose attempts were all refused.
+GIVEN_UP = "passed the guard"
 KEPT = (
     *("step", "loss", "learning_rate", "grad_norm", "clip_scale", "tokens_seen", "loss_scale"),
     *("validation_loss", "seconds", "commit_seconds", "tokens_per_second", "batch_digest"),
@@ -114,9 +116,12 @@ def record_run(arm: Arm, place: Place, code: int, seconds: float) -> None:
         place.record.write("step", run=arm.name, **{k: line[k] for k in KEPT if k in line})
     last = lines[-1]["step"] if lines else 0
     said = "" if code == 0 else _last_words(place, arm)
+    # Batches that a guard gave up are in the log of the next step alone, which may never come.
+    given_up = output_of(place, arm.name).count(GIVEN_UP)
     place.record.write(
-        "ended", run=arm.name, exit_code=code, step=last, seconds=round(seconds, 1), said=said
-    )
+        "ended", run=arm.name, exit_code=code, step=last, seconds=round(seconds, 1), said=said,
+        batches_given_up=given_up,
+    )  # fmt: skip
 
 
 def record_commits(arm: Arm, place: Place) -> None:

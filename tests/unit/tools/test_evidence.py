@@ -8,21 +8,24 @@ import sys
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer
 
 from tools import evidence
-from tools.evidence_memory import Limits, largest
+from tools.evidence_memory import Limits, Line, block_parameters, blocks_in, largest
 from tools.evidence_package import byte_counts, unigram_entropy
 from tools.evidence_parts import PARTS, RATES
 from tools.evidence_plots import drawn, plots
 from tools.evidence_recipes import (
     Scale,
     ablation_arms,
+    brisk_arms,
     fields_of,
     hot_arms,
     main_arm,
@@ -34,6 +37,7 @@ from tools.evidence_recipes import (
 from tools.evidence_report import Records, arms, coincidence, persistence, source_table, thinned
 from tools.evidence_rows import MIXTURE, overlap, pack, read_rows, rows_of, stream_of, unpack
 from tools.evidence_runs import Place, Recorder, run, step_lines
+from tools.evidence_steps import Capped
 from trainer.data.options import PrepareOptions
 from trainer.data.prepare import prepare
 from trainer.recipe_build import check_given
@@ -124,7 +128,7 @@ def test_overlap_is_seen_where_there_is_some(prepared: Path, tmp_path: Path) -> 
 def test_every_flag_of_every_arm_is_one_of_trains(scale: Scale) -> None:
     known = {name for flag in FLAGS for spelled in flag.names for name in spelled.split("/")}
     every = [main_arm(scale), *rate_arms(scale, RATES, 100), *ablation_arms(scale)]
-    every += [*hot_arms(scale), *v25_arms(scale)]
+    every += [*hot_arms(scale), *brisk_arms(scale), *v25_arms(scale)]
     assert len({arm.name for arm in every}) == len(every)
     for arm in every:
         given = [word for word in words_of(arm.flags) if word.startswith("--")]
@@ -155,6 +159,10 @@ def test_bits_count_the_bytes_that_tokens_stand_for(prepared: Path) -> None:
     end = loaded.token_to_id("<|endoftext|>")
     assert sizes[end] == 0
     assert unigram_entropy(np.array([[1, 2], [3, 4]])) == pytest.approx(math.log(4))
+
+
+def throw(error: Exception) -> None:
+    raise error
 
 
 def step(part: str, run: str, number: int, **more: Any) -> dict[str, Any]:
@@ -194,7 +202,7 @@ def test_a_killed_run_that_differs_is_noticed(tmp_path: Path) -> None:
     lines = [
         commits("main", "main", {1: "a", 2: "b", 3: "c"}),
         commits("killed", "killed", {1: "a", 2: "b"}),
-        commits("killed", "killed-control", {1: "a", 2: "z"}),
+        commits("control", "killed-control", {1: "a", 2: "z"}),
         {**kill, "last_logged": 1},
     ]
     same, control = persistence(records(lines, tmp_path))
@@ -251,10 +259,32 @@ def test_a_run_that_takes_too_long_is_ended_and_read(tmp_path: Path) -> None:
 
 def test_the_largest_size_is_found() -> None:
     limits = Limits(device="cpu", ends_at=time.monotonic() + 60, rows_max=512)
-    good, bad = largest(lambda size: size <= 100, 4, limits)
+    good, bad = largest(lambda size: size <= 100, 4, 512, limits)
     assert good <= 100 < bad <= good * 9 // 8 + 1
-    assert largest(lambda size: size > 0, 4, limits) == (512, 0)
-    assert largest(lambda size: size < 3, 4, limits)[0] == 2
+    assert largest(lambda size: size <= 100, 130, 512, limits) == (100, 114)
+    assert largest(lambda size: size > 0, 4, 512, limits) == (512, 0)
+    assert largest(lambda size: size < 3, 4, 512, limits) == (2, 3)
+    assert largest(lambda size: size < 1, 4, 512, limits) == (0, 1)
+    line = Line(few=10, few_bytes=1100, many=20, many_bytes=2100)
+    assert [line.rows_in(size) for size in (1100, 3100, 5)] == [10, 30, 1]
+
+
+def test_the_cap_is_told_from_other_errors_and_room_is_kept_for_others() -> None:
+    def broken() -> None:
+        try:
+            raise torch.OutOfMemoryError("no room")
+        except torch.OutOfMemoryError:
+            raise RuntimeError("the recording broke off") from None
+
+    device = Capped("cpu")
+    assert device.tried(broken) is None
+    assert device.tried(lambda: None) == 0
+    with pytest.raises(RuntimeError, match="another"):
+        device.tried(partial(throw, RuntimeError("another")))
+    limits = Limits(device="cpu", ends_at=0.0)
+    blocks = blocks_in(64 << 30, limits)
+    assert blocks * block_parameters(limits.block) * 3 * 12 < 64 << 30
+    assert blocks_in(1 << 30, limits) < 1
 
 
 def test_an_unknown_part_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
