@@ -47,7 +47,10 @@ class PipelineCourse:
             step = self._taken(txn, order, rows)
             step.go_back(txn, order)
             if step.may_be_final and next_rows is not None:
+                # Before the rest is written: asking for that takes the host long, and the device
+                # has nothing to compute meanwhile.
                 self._begin_next(step, next_rows)
+            step.write_rest()
             result = step.conclude(txn, self._forget_next)
             if result is not None and self._ahead is None and next_rows is not None:
                 self._begin_next(step, next_rows)

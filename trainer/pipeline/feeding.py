@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 
 from torch import Tensor
 
@@ -28,13 +29,22 @@ class UnknownLayoutError(Exception):
     """A shard lies otherwise than this version would lay it out: the plain step can train it."""
 
 
+class Unwritten(Enum):
+    """What stands for the mark of a copy out that has yet to be asked for."""
+
+    UNWRITTEN = "unwritten"
+
+
+UNWRITTEN = Unwritten.UNWRITTEN
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagedImage:
     """Where a step put the next version of a shard, good once `written` is reached."""
 
     elements: Tensor
     address: int
-    written: Mark | HostMark | None
+    written: Mark | HostMark | Unwritten | None
 
 
 class BaseImages:
@@ -81,10 +91,13 @@ class BaseImages:
     def written(self, shard: str) -> Mark | None:
         """Give the mark behind which a shard may be read; None for one that is committed."""
         staged = self._staged.get(shard)
-        if staged is not None and isinstance(staged.written, HostMark):
+        if staged is None:
+            return None
+        assert staged.written is not UNWRITTEN, f"{shard} is there, and is not to be read again"
+        if isinstance(staged.written, HostMark):
             staged.written.arrive()
             return None
-        return None if staged is None else staged.written
+        return staged.written
 
     def address(self, shard: str) -> int:
         """Give where a shard of the base lies."""

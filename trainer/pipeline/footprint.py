@@ -26,6 +26,8 @@ class PipelineSizes:
     boundary_slots: one micro-batch's hidden states, where activations wait on the host;
     more_gradient_slots, more_tile_slots: how many there are where a budget has room for them but
         not for every stage: then updates need not wait for copies out, nor the replay for updates;
+    more_boundary_slots: how many of those there are where a budget has room: then a stage's hidden
+        states are asked for a stage ahead, and wait behind no other copies in;
     margin_bytes: left free when a budget is filled.
     """
 
@@ -36,6 +38,7 @@ class PipelineSizes:
     boundary_slots: int = 3
     more_gradient_slots: int = 3
     more_tile_slots: int = 6
+    more_boundary_slots: int = 8
     margin_bytes: int = 16 << 20
 
 
@@ -56,6 +59,11 @@ def growth_bytes(shapes: Sequence[StageShape], sizes: PipelineSizes) -> tuple[in
     gradients = max(0, sizes.more_gradient_slots - sizes.gradient_slots)
     tiles = max(0, sizes.more_tile_slots - sizes.tile_slots)
     return tiles * tile, ITEM_BYTES * gradients * largest
+
+
+def boundary_growth_bytes(sizes: PipelineSizes, slot_bytes: int) -> int:
+    """Give what more slots of hidden states take."""
+    return slot_bytes * max(0, sizes.more_boundary_slots - sizes.boundary_slots)
 
 
 def spending(shapes: Mapping[str, StageShape], sizes: PipelineSizes, spare_bytes: int) -> Spending:

@@ -5,8 +5,8 @@ and lanes, a transaction, and stages. Computes what `trainer.step.TrainStep` com
 where it cannot, `conclude` says so and leaves nothing staged.
 
 `begin` is the forward pass and the head. It needs no transaction: it may run from what the step
-before staged, while that step is still digested and committed. `go_back` and `conclude` do the rest
-inside a transaction; between the two, the next step may begin.
+before staged, while that step is still digested and committed. `go_back`, `write_rest` and
+`conclude` do the rest inside a transaction; behind the first, the next step may begin.
 
 Clipping by the model's norm is exact without a second pass over the data. When the step before was
 not clipped, updates are made as gradients come, as if this one were not either; every gradient
@@ -103,10 +103,7 @@ class PipelineStep:
         return self._clock.seconds
 
     def begin(self) -> None:
-        """Do the forward pass and the head.
-
-        They are asked for, rather: the device may be at it when this returns.
-        """
+        """Ask for the forward pass and the head."""
         # What is on the device already is as the step before leaves it.
         self._lanes.wait(Lane.COMPUTE, self._lanes.mark(Lane.UPDATE))
         self._bring_residents()
@@ -139,6 +136,11 @@ class PipelineStep:
             self._replay()
         clips_model = self._mode == "global"
         self._measures.send(self._names, self._lanes, clips_model=clips_model)
+
+    def write_rest(self) -> None:
+        """Ask for the copies out that were held back: behind the next step's forward pass."""
+        with self._clock.measure("backward_kernel_seconds"):
+            self._updates.writes.flush()
 
     def conclude(self, txn: ShardTransaction, again: Callable[[], None]) -> StepResult | None:
         """Read loss and norms, and make what updates are missing; None when one is not finite.
@@ -179,6 +181,7 @@ class PipelineStep:
                 self._compute_again()
             else:
                 self._update_from_bank(self._pipeline.bank)
+            self._updates.writes.flush()
         self._pipeline.clipped_last = clipped
 
     def _compute_again(self) -> None:
@@ -309,7 +312,6 @@ class PipelineStep:
                         boundaries.done()
                     del x
             self._finish(stage.name, brought, slot, total)
-        self._updates.writes.flush()
 
     # Parts of the passes
 
@@ -356,7 +358,6 @@ class PipelineStep:
             self._updates.update(brought, slot.buffer, None)
             self._params.give_back(brought, Lane.OUT)
             pipeline.gradients.give_back(slot, Lane.UPDATE, self._copied_out(name, None))
-        self._updates.writes.flush()
 
     def _drop(self, txn: ShardTransaction) -> None:
         """Drop what was staged and should not have been."""

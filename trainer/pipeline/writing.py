@@ -18,14 +18,16 @@ from torch import Tensor
 
 from shardb.views import StagedShard
 from trainer.device_lanes import Lane, Lanes, Mark
-from trainer.pipeline.feeding import StagedImage
+from trainer.pipeline.feeding import UNWRITTEN, StagedImage, Unwritten
 from trainer.pipeline.footprint import resident_bytes
 from trainer.pipeline.residents import Resident, address_of
 from trainer.pipeline.sealing import Sealer
 from trainer.pipeline.shapes import ImageShape, StageShape, Tile
 
-# So much of what a step writes goes out beside the next one's forward pass and head.
-HELD_SHARE = 0.25
+# So much of what a step writes goes out beside the next one's forward pass and head, and at no
+# moment is a larger share of what it wrote held: where a stage that stays needs no slots written,
+# the link has time for what was held before.
+HELD_SHARE = 0.2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -65,17 +67,20 @@ class _Part:
 class Writes:
     """The copies out of one step; `staged` tells where each shard goes that was asked for.
 
-    later: resident stages that may wait; held_bytes_max: how much of them may, until `flush`.
+    later: resident stages that may wait; held_bytes_max: how much of them may, until `flush`;
+    held_share: which part of all that was updated so far may.
     """
 
     lanes: Lanes
     sealer: Sealer
     later: frozenset[str]
     held_bytes_max: int
+    held_share: float
     part_elements: int
     staged: dict[str, StagedImage] = field(default_factory=dict)
     _held: deque[_Part] = field(default_factory=deque)
     _held_bytes: int = 0
+    _passed_bytes: int = 0
 
     def tile(
         self, name: str, tile: Tile, params: Tensor, state: Tensor, targets: Sequence[Target]
@@ -88,6 +93,8 @@ class Writes:
                 _copy(to_params, run.start, params, run.start, run.count)
             for run in tile.state_runs:
                 _copy(to_state, run.start, state, run.placed, run.count)
+        for target, runs in zip(targets, (tile.params_runs, tile.state_runs), strict=True):
+            self._passed_bytes += target.shape.item_bytes * sum(run.count for run in runs)
         filled = tile.params_filled, tile.state_filled
         if filled == tuple(target.shape.count for target in targets):
             self._written(targets, self.lanes.mark(Lane.OUT))
@@ -98,6 +105,7 @@ class Writes:
 
     def whole(self, name: str, resident: Resident, targets: Sequence[Target]) -> None:
         """Write a resident stage, whose update UPDATE has been asked for."""
+        self._passed_bytes += sum(target.shape.bytes for target in targets)
         ready = self.lanes.mark(Lane.UPDATE)
         parts = [
             _Part(
@@ -115,15 +123,22 @@ class Writes:
             for part in parts:
                 self._write(part, Lane.OUT)
             return
+        self._written(targets, UNWRITTEN)
         self._held.extend(parts)
         self._held_bytes += sum(part.bytes for part in parts)
-        while self._held_bytes > self.held_bytes_max:
+        held_bytes_max = min(self.held_bytes_max, int(self.held_share * self._passed_bytes))
+        while self._held_bytes > held_bytes_max:
             part = self._held.popleft()
             self._held_bytes -= part.bytes
             self._write(part, Lane.OUT)
 
     def flush(self) -> None:
-        """Write what was held, image by image in turn, behind everything else."""
+        """Write what was held, image by image in turn, behind everything else.
+
+        That may be asked for behind the next step's forward pass, which has no need of it.
+        """
+        if not self._held:
+            return
         # What went out already of the oldest image was asked for in the other lane.
         self.lanes.wait(Lane.OUT_LATER, self.lanes.mark(Lane.OUT))
         for part in _in_turn(self._held):
@@ -142,7 +157,7 @@ class Writes:
         else:
             self.sealer.fill(lane, [(target.staged, target.bytes_to(end))])
 
-    def _written(self, targets: Sequence[Target], mark: Mark | None) -> None:
+    def _written(self, targets: Sequence[Target], mark: Mark | Unwritten | None) -> None:
         for target in targets:
             self.staged[target.staged.name] = StagedImage(
                 elements=target.elements, address=address_of(target.staged), written=mark
@@ -177,6 +192,7 @@ def new_writes(
         sealer=sealer,
         later=frozenset(later),
         held_bytes_max=held_bytes_max,
+        held_share=HELD_SHARE,
         part_elements=part_elements,
     )
 

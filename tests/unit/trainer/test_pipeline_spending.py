@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from tests.support.tiny_model import TINY
 from trainer.device import Device
 from trainer.engine import Engine, EngineOptions
+from trainer.pipeline.boundaries import OnHost
 from trainer.pipeline.footprint import (
     PipelineSizes,
     growth_bytes,
@@ -16,9 +20,9 @@ from trainer.pipeline.footprint import (
     small_stages,
     spending,
 )
-from trainer.pipeline.pipeline import Pipeline, PipelineSettings
-from trainer.pipeline.shapes import StageShape
-from trainer.pipeline.writing import new_writes
+from trainer.pipeline.pipeline import FILLING_STEPS, Pipeline, PipelineSettings
+from trainer.pipeline.shapes import ImageShape, StageShape
+from trainer.pipeline.writing import HELD_SHARE, Target, new_writes
 
 DEEP = replace(TINY, num_layers=10)
 SIZES = PipelineSizes(tile_elements=512)
@@ -40,6 +44,28 @@ def needed_of(known: dict[str, StageShape]) -> dict[str, int]:
     always = small_stages(known)
     assert always == ["final_norm"]
     return {n: resident_bytes(shape) for n, shape in known.items() if n not in always}
+
+
+@pytest.mark.parametrize(("spare_slots", "slots"), [(5, 8), (4, 3)])
+def test_do_hidden_states_on_the_host_get_slots_before_anything_else(
+    spare_slots: int, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = PipelineSettings(sizes=SIZES, activations_on_host=True, vram_budget_bytes=1 << 30)
+    engine = Engine(DEEP, EngineOptions(), Device.from_name("cpu"))
+    engine.use_pipeline(settings)
+    pipeline = engine.pipeline
+    assert isinstance(pipeline, Pipeline)
+    assert isinstance(pipeline.boundaries, OnHost)
+    pipeline.boundaries.keep(0, 0, torch.zeros(5, 7))
+    pipeline.boundaries.begin_replay([(0, 0)])
+    slot_bytes = pipeline.boundaries.slot_bytes
+    assert slot_bytes == 4 * 5 * 7
+    free = SIZES.margin_bytes + spare_slots * slot_bytes
+    monkeypatch.setattr(Device, "peak_bytes", lambda _: (1 << 30) - free)
+    for pipeline.steps_done in FILLING_STEPS:
+        pipeline.fill_budget()
+    assert pipeline.boundaries._ring is not None
+    assert len(pipeline.boundaries._ring) == slots
 
 
 def test_are_slots_left_out_where_every_stage_can_stay() -> None:
@@ -97,3 +123,56 @@ def test_may_what_resident_stages_write_wait(residents: list[str], later: set[st
     assert later <= writes.later <= {*residents, "final_norm"}
     assert 0 < writes.held_bytes_max < sum(resident_bytes(shape) for _, shape in order) / 2
     assert new_writes(*common, activations_on_host=True).held_bytes_max == 0
+
+
+def test_does_what_is_held_grow_with_what_was_updated() -> None:
+    """Else a link that has time while a resident is computed stands still until the end."""
+    pipeline = pipeline_of()
+    names = [*reversed(list(pipeline.shapes))]
+    residents = names[3::2]
+    pipeline.keep_resident(residents)
+    order = [(name, pipeline.shapes[name]) for name in names]
+    common = pipeline.lanes, pipeline.sealer, order, pipeline.residents, 512
+    writes = new_writes(*common, activations_on_host=False)
+    passed = 0
+    for name, shape in order:
+        images = shape.params, shape.state
+        staged: list[Any] = [
+            Staged(f"{kind}/{name}", each) for kind, each in zip(KINDS, images, strict=True)
+        ]
+        targets = [
+            Target(staged=one, elements=torch.empty(each.count), shape=each)
+            for one, each in zip(staged, images, strict=True)
+        ]
+        resident = pipeline.residents.get(name)
+        if resident is None:
+            count = max(tile.state_count for tile in shape.tiles)
+            for tile in shape.tiles:
+                writes.tile(name, tile, torch.empty(shape.count), torch.empty(count), targets)
+        else:
+            writes.whole(name, resident, targets)
+        passed += resident_bytes(shape)
+        assert writes._passed_bytes == passed
+        assert writes._held_bytes <= HELD_SHARE * passed
+    assert writes._held_bytes > 0
+    writes.flush()
+    assert not writes._held
+    assert set(writes.staged) == {f"{k}/{n}" for k in KINDS for n in names}
+    assert all(each.written is None for each in writes.staged.values())
+
+
+KINDS = ("params", "optim")
+
+
+class Staged:
+    """A staged image without bytes."""
+
+    def __init__(self, name: str, shape: ImageShape) -> None:
+        self.name = name
+        self.image = np.empty(shape.start_bytes, dtype=np.uint8)
+
+    def filled(self, size_bytes: int) -> None:
+        """It has no bytes."""
+
+    def seal(self) -> None:
+        """It has no bytes."""
