@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 from shardb import torch_adaptor
 from tools.bench.gpu_arms import Resident
+from tools.bench.gpu_host_lanes import host_spans
 from trainer.data.batches import batch_at
+from trainer.device_lanes import Span
 from trainer.found import find_run
 from trainer.opening import Surroundings
 from trainer.pipeline.trace import write_trace
@@ -119,14 +121,16 @@ def differences(product: Product, steps: int) -> list[str]:
 
 
 def trace(product: Product, path: Path) -> None:
-    """Write the lanes of two steps."""
+    """Write the lanes of two steps, and what the host's threads did."""
     pipeline = product.run.engine.pipeline
     assert pipeline is not None, "only the pipeline has lanes"
+    host: list[Span] = []
     pipeline.lanes.begin_trace()
-    product.step()
-    product.step()
+    with host_spans(host):
+        product.step()
+        product.step()
     spans = pipeline.lanes.take_trace()
-    write_trace(path, spans)
+    write_trace(path, [*spans, *host])
     busy: dict[str, float] = {}
     for span in spans:
         busy[span.lane] = busy.get(span.lane, 0.0) + span.ended - span.began
