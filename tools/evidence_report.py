@@ -35,6 +35,8 @@ ARMS_HEAD = (
 )
 LAST_STEPS = 20
 THINNED_TO = 300
+DRAWN = ("loss", "validation_loss")
+TOLD = (*DRAWN, "tokens_seen", "learning_rate", "grad_norm", "clip_scale")
 # Records that are kept whole beside thinned steps.
 KEPT_KINDS = (
     "machine",
@@ -45,6 +47,8 @@ KEPT_KINDS = (
     "model",
     "killed",
     "ended",
+    "failed",
+    "skipped",
     "commits",
 )
 
@@ -148,26 +152,39 @@ def arms(records: Records, part: str) -> Iterator[str]:
     """Tell the runs of a part on equal tokens."""
     yield ARMS_HEAD
     yield "|---|---:|---:|---:|---:|---:|---:|---:|---:|"
-    for run, steps in records.runs(part).items():
-        held = [line for line in steps if "validation_loss" in line]
-        loss = f"{held[-1]['validation_loss']:.4f} at {held[-1]['step']}" if held else "none"
-        rate = statistics.median(line["tokens_per_second"] for line in steps[5:] or steps)
-        clipped = sum(line["clip_scale"] < 1 for line in steps) / len(steps)
-        last = statistics.mean(line["loss"] for line in steps[-LAST_STEPS:])
+    for arm in summaries(records, part):
+        held = "none" if arm["held_out"] is None else f"{arm['held_out']:.4f} at {arm['held_at']}"
         yield (
-            f"| {run} | {steps[-1]['step']} | {loss} | {last:.4f} | {100 * clipped:.0f} % |"
-            f" {rate:,.0f} |{_guard(steps)}"
+            f"| {arm['run']} | {arm['steps']} | {held} | {arm['training_loss']:.4f} |"
+            f" {100 * arm['clipped']:.0f} % | {arm['tokens_per_second']:,.0f} |"
+            f" {_or_dash(arm['tried_again'])} | {_or_dash(arm['dropped'])} | {arm['skipped']} |"
         )
 
 
-def _guard(steps: Sequence[Record]) -> str:
-    guards = [line["guarded_step_replay"] for line in steps if "guarded_step_replay" in line]
-    skipped = steps[-1].get("skipped_steps", 0)
-    if not guards:
-        return f" – | – | {skipped} |"
-    again = sum(guard["attempts"] > 1 for guard in guards)
-    dropped = sum(guard["attempts"] - 1 for guard in guards)
-    return f" {again} | {dropped} | {skipped} |"
+def summaries(records: Records, part: str) -> Iterator[dict[str, Any]]:
+    """Give what is told of each run of a part: medians, sums and last values of its steps."""
+    for run, steps in records.runs(part).items():
+        held = [line for line in steps if "validation_loss" in line]
+        guards = [line["guarded_step_replay"] for line in steps if "guarded_step_replay" in line]
+        given_up = [line.get("batches_given_up", 0) for line in records.of(part, "ended", run)]
+        yield {
+            "run": run,
+            "steps": steps[-1]["step"],
+            "held_out": held[-1]["validation_loss"] if held else None,
+            "held_at": held[-1]["step"] if held else None,
+            "training_loss": statistics.mean(line["loss"] for line in steps[-LAST_STEPS:]),
+            "clipped": sum(line["clip_scale"] < 1 for line in steps) / len(steps),
+            "tokens_per_second": statistics.median(
+                line["tokens_per_second"] for line in steps[5:] or steps
+            ),
+            "tried_again": sum(guard["attempts"] > 1 for guard in guards) if guards else None,
+            "dropped": sum(guard["attempts"] - 1 for guard in guards) if guards else None,
+            "skipped": max(steps[-1].get("skipped_steps", 0), *given_up, 0),
+        }
+
+
+def _or_dash(count: int | None) -> str:
+    return "–" if count is None else str(count)
 
 
 def source_table(records: Records) -> Iterator[str]:
@@ -230,16 +247,27 @@ def rest(records: Records) -> Iterator[str]:
 
 
 def thinned(records: Records) -> Iterator[Record]:
-    """Give what is committed: some 300 steps a run with few fields, each validation, and facts."""
-    fields = ("loss", "validation_loss", "tokens_seen", "learning_rate", "grad_norm", "clip_scale")
+    """Give what is committed: some 300 steps a run with few fields, each validation, and facts.
+
+    What is told of all steps of a run is told before they are thinned.
+    """
     for part in ("main", "rates", "ablations", "hot", "brisk", "v25"):
+        fields = DRAWN if part in ("ablations", "hot", "brisk") else TOLD
         for run, steps in records.runs(part).items():
             every = max(1, len(steps) // THINNED_TO)
             for index, line in enumerate(steps):
                 if index % every == 0 or "validation_loss" in line:
-                    kept = {name: line[name] for name in fields if name in line}
+                    kept = {name: _rounded(line[name]) for name in fields if name in line}
                     yield {"part": part, "kind": "step", "run": run, "step": line["step"], **kept}
+        for arm in summaries(records, part):
+            yield {"part": part, "kind": "arm", **arm}
+    for part, lines in (("resident", coincidence(records)), ("killed", persistence(records))):
+        yield {"part": part, "kind": "compared", "told": list(lines)}
     yield from (line for line in records._lines if line["kind"] in KEPT_KINDS)
+
+
+def _rounded(value: float) -> float:
+    return value if isinstance(value, int) else float(f"{value:.6g}")
 
 
 def _gib(size: int | None) -> str:
