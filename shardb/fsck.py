@@ -89,9 +89,17 @@ class _Check:
         # The index knows best what readers keep; a store without one has the log's word.
         known = index.tables if index is not None else tables
         packed = known.tables["packs"].keys() if known is not None else set()
-        self.report.findings.extend(find_leftovers(self.files, view, needed, packed))
+        leftovers = find_leftovers(self.files, view, needed, packed)
+        self.report.findings.extend(map(self._kept_while_damaged, leftovers))
         self.report.seconds = time.monotonic() - self.started
         return self.report
+
+    def _kept_while_damaged(self, finding: Finding) -> Finding:
+        """What no commit needs may be of one that the log has lost: nothing is freed before."""
+        if finding.kind != "object_unreferenced" or not self.report.has_errors:
+            return finding
+        found = "it may be of a step that was lost: keep it until the errors are mended"
+        return replace(finding, found=found, next_command=None)
 
     def _add(self, finding: Finding) -> None:
         self.report.findings.append(finding)

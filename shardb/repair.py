@@ -67,7 +67,7 @@ def repair(
                 return Outcome(plan=cleared, done=False)
             repairing.clear_places()
         check_readable(repairing.files, root)
-        told = repairing.plan()
+        told = repairing.plan_best()
         if on_planned is not None and (told.plan.actions or not cleared.actions):
             on_planned(told.plan)
         if not yes or not told.plan.actions:
@@ -135,7 +135,20 @@ class _Repairing:
 
     # Deciding
 
-    def plan(self) -> Told:
+    def plan_best(self) -> Told:
+        """The plan; where it gives something up, the log of a copy may go on behind our end.
+
+        Ours may have lost its end, to the byte, and its index: then nothing tells of it but that
+        objects of its last steps were used again.
+        """
+        told = self.plan()
+        chosen = self.wishes.chosen or self.wishes.cut
+        if not told.plan.loses or chosen or not isinstance(self.source, StoreFiles):
+            return told
+        further = self.plan(ahead=True)
+        return further if further.plan.losses < told.plan.losses else told
+
+    def plan(self, *, ahead: bool = False) -> Told:
         plan = Plan()
         told_id = self._format_id()
         view = take_view(self.files, self.root)
@@ -148,6 +161,7 @@ class _Repairing:
             plan,
             copy=self.source if isinstance(self.source, StoreFiles) else None,
             cut=self.wishes.cut,
+            ahead=ahead,
         )
         if log is None:
             raise CorruptionError(

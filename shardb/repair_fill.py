@@ -16,7 +16,7 @@ from shardb.fsck_view import View
 from shardb.index_state import IndexState
 from shardb.log import Log
 from shardb.repair_sources import StoreFiles
-from shardb.repair_state import START_OF_LOG, Chain, all_frames, last_chain, merged
+from shardb.repair_state import START_OF_LOG, Chain, all_frames, has_effect, last_chain, merged
 
 
 class FilledLog(Log):
@@ -73,12 +73,14 @@ def filled_from(
     checked: Replay,
     *,
     store_id: str | None,
+    ahead: bool,
 ) -> dict[int, bytes]:
     """The segments that are whole with what a copy has; `checked` says what is wrong with ours.
 
     `store_id` is ours, if it is known: where nothing is left of ours to compare with, it decides.
+    With `ahead` the copy may go on where ours ends: ours may have lost its end without a trace.
     """
-    return _Filling(log, copy, sequences, index, checked, store_id).run()
+    return _Filling(log, copy, sequences, index, checked, store_id, ahead).run()
 
 
 class _Filling:
@@ -92,11 +94,15 @@ class _Filling:
         index: IndexState | None,
         checked: Replay,
         store_id: str | None,
+        ahead: bool,
     ) -> None:
         self.log = log
         self.copy = copy
         self.sequences = sequences
+        self.ahead = ahead
         self.applied = index.applied if index is not None and index.applied.lsn else None
+        if ahead and self.applied is not None and self._is_idle(self.applied.lsn):
+            self.applied = None
         self.keys = [key for key, _ in checked.faults]
         self.store_id = store_id
         self.fills: dict[int, bytes] = {}
@@ -114,7 +120,17 @@ class _Filling:
         return self.fills
 
     def _ours(self, sequence: int) -> bytes | None:
-        return self.log.content(sequence) if sequence in self.sequences else None
+        data = self.log.content(sequence) if sequence in self.sequences else None
+        if self.ahead and data is not None and sequence == max(self.sequences):
+            return data[: _effective_end(data)]
+        return data
+
+    def _is_idle(self, lsn: int) -> bool:
+        """Whether a record lies behind all that changed something; it may give way to others."""
+        last = max(self.sequences, default=0)
+        data = self.log.content(last) if last else None
+        end = _effective_end(data) if data is not None else 0
+        return any(f.lsn == lsn and f.offset >= end for f in all_frames(data))
 
     def _wanted(self) -> set[int]:
         """Segments with a fault, before one that does not follow, and from the last one on."""
@@ -122,7 +138,7 @@ class _Filling:
         wanted |= {s - 1 for s, kind, offset in self.keys if (kind, offset) == ("chain", 0)}
         last = max([1, *self.sequences])
         wanted.add(last)
-        if self.applied is not None:
+        if self.applied is not None and not self.ahead:
             wanted |= set(range(last, self.applied.sequence + 1))
         else:
             wanted |= {s for s in self.copy.sequences() if s >= last}
@@ -171,3 +187,11 @@ class _Filling:
         except (LogDamagedError, KeyError, TypeError):
             return False
         return told is not None and told == self.store_id
+
+
+def _effective_end(data: bytes) -> int:
+    """Where the last record that changes something ends; all of it where not all are whole."""
+    if last_chain(data) is None:
+        return len(data)
+    ends = [frame.end for frame in all_frames(data) if has_effect(frame)]
+    return max(ends, default=len(data))

@@ -73,18 +73,24 @@ def plan_log(
     *,
     copy: StoreFiles | None,
     cut: bool,
+    ahead: bool = False,
 ) -> LogPlan | None:
     """Decide, and say it in `plan`; None where neither log nor index give any state.
 
     `store_id` is that of FORMAT, if FORMAT is whole; `copy` a store that may have the log too. With
-    `cut` a damaged log ends at its first damaged record, whatever is known behind it.
+    `cut` a damaged log ends at its first damaged record, whatever is known behind it; with `ahead`
+    a log without a fault goes on with what the copy has behind its end.
     """
     log = FilledLog(files, view)
     checked = check_log(files, view, index, log=log)
-    doubtful = index is None or any(finding.severity != "info" for finding in checked.findings)
+    doubtful = (
+        ahead or index is None or any(finding.severity != "info" for finding in checked.findings)
+    )
     if copy is not None and doubtful:
         known_id = _known_id(checked, index) or store_id
-        log.fills = filled_from(log, copy, view.sequences, index, checked, store_id=known_id)
+        log.fills = filled_from(
+            log, copy, view.sequences, index, checked, store_id=known_id, ahead=ahead
+        )
         view, checked = _checked_again(files, log, view, index)
     rewrites = _rewrites(log, checked)
     if rewrites:

@@ -55,7 +55,12 @@ class Plan:
     @property
     def loses(self) -> bool:
         """Whether something is given up for good."""
-        return any(action.loses is not None for action in self.actions)
+        return self.losses > 0
+
+    @property
+    def losses(self) -> int:
+        """How many actions give something up for good."""
+        return sum(action.loses is not None for action in self.actions)
 
     def add(self, what: str, path: str, does: str, loses: str | None = None) -> None:
         """Add an action."""

@@ -144,7 +144,7 @@ def salvage(
             begin.put("meta", "store_id", store_id)
         end = End(tables=begin, position=START, origin="log")
     behind = records_behind(sequences, contents, end.position)
-    if not any(_has_effect(frame) for frame in behind):
+    if not any(has_effect(frame) for frame in behind):
         return None
     tables = salvaged(end.tables, behind, names)
     if tables.get("meta", "store_id") is None or not tables.tables["branches"]:
@@ -154,7 +154,8 @@ def salvage(
     return End(tables=tables, position=position, origin="salvage")
 
 
-def _has_effect(frame: Frame) -> bool:
+def has_effect(frame: Frame) -> bool:
+    """Whether a record changes what the store has; one that makes no sense does not."""
     try:
         return records.unpack(frame.payload)["kind"] not in state.WITHOUT_EFFECT
     except LogDamagedError:

@@ -45,7 +45,9 @@ TESTS = (
         "pack",
     ),
     *("pack_fsck", "pack_references", "publishing", "read_only", "records", "recovery", "refs"),
-    *("repair", "repair_log", "repair_objects", "repair_refused", "repair_salvage"),
+    *("directories_elsewhere", "unshown"),
+    *("repair", "repair_ahead", "repair_log", "repair_objects", "repair_refused"),
+    "repair_salvage",
     *(
         "repair_state",
         "seldom_errors",

@@ -90,7 +90,7 @@ def repair(
     if json:
         print_json(outcome.to_json())
     else:
-        _print_text(outcome, _again(root, from_place, wishes))
+        _print_text(outcome, _again(root, from_place, wishes), has_copy=from_place is not None)
     return outcome.exit_code
 
 
@@ -139,7 +139,7 @@ def _print_plan(plan: Plan, title: str) -> None:
         print(f"    {item.path}")
 
 
-def _print_text(outcome: Outcome, again: str) -> None:
+def _print_text(outcome: Outcome, again: str, *, has_copy: bool) -> None:
     plan = outcome.plan
     if plan.is_empty:
         print("nothing to repair")
@@ -147,7 +147,8 @@ def _print_text(outcome: Outcome, again: str) -> None:
     if not outcome.done:
         _print_plan(plan, "would be done")
         if plan.loses or plan.unmended:
-            print("nothing was changed. With a copy of the store, --from COPY may lose less")
+            other = "another copy" if has_copy else "a copy"
+            print(f"nothing was changed. With {other} of the store, --from COPY may lose less")
             if any("meta/" in (action.loses or "") for action in plan.actions):
                 print("a run begun anew with the same flags has the same meta/ shards: --from RUN")
         if plan.actions:
