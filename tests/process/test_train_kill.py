@@ -38,7 +38,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def straight(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, StepRecord]:
     """Train ten steps without a stop, in a process of their own."""
     store = tmp_path_factory.mktemp("straight") / "run"
-    with TrainProcess(arguments(store, data, *SCHEDULE, "--max-steps", str(STEPS))) as train:
+    args = arguments(store, data, *SCHEDULE, "--max-steps", str(STEPS))
+    with TrainProcess(args, is_fresh=True) as train:
         code, _, err = train.finish()
     assert code == 0, err
     return step_records(store)

@@ -47,7 +47,7 @@ def test_the_peak_is_within_what_was_told(
     assert train_here([*flags, "--dry-run", "--json"]) == 0
     told_bytes = json.loads(capsys.readouterr().out)["budget"]["memory_bytes_estimate"]
     peak_bytes = 0
-    with TrainProcess(flags) as train:
+    with TrainProcess(flags, is_fresh=True) as train:
         while train.process.poll() is None:
             peak_bytes = max(peak_bytes, high_water_bytes(train.pid))
             time.sleep(0.005)

@@ -19,6 +19,7 @@ from unittest.mock import patch
 import numpy as np
 
 import shardb
+from tests.support.warm_process import WarmProcess
 from trainer.cli import run
 from trainer.signals import StopRequest
 
@@ -89,17 +90,13 @@ def _measured_once() -> Iterator[None]:
 
 
 class TrainProcess:
-    """`train` as a process; its standard output is read line by line."""
+    """`train` as a process; its standard output is read line by line.
 
-    def __init__(self, args: Sequence[str]) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "trainer.cli", *args],
-            cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    is_fresh: a new interpreter, as from a shell, instead of one that has imported the command.
+    """
+
+    def __init__(self, args: Sequence[str], *, is_fresh: bool = False) -> None:
+        self.process = _fresh(args) if is_fresh else WarmProcess("trainer.cli", args)
 
     @property
     def pid(self) -> int:
@@ -132,6 +129,17 @@ class TrainProcess:
         if self.process.poll() is None:
             self.process.kill()
         self.process.communicate()
+
+
+def _fresh(args: Sequence[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "trainer.cli", *args],
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def step_records(store: Path) -> dict[int, StepRecord]:
