@@ -29,6 +29,8 @@ from trainer.recipe import Recipe
 
 FILE_NAME = "ceiling.json"
 REPEATS = 5
+# A product in a dtype that a processor has no instructions for takes that long by itself.
+LIMIT_SECONDS = 0.1
 # Sizes that take some ten milliseconds on the CPU of a laptop, and on a large GPU.
 HOST_WIDTH, DEVICE_WIDTH = 640, 8192
 HOST_COPY_BYTES, DEVICE_COPY_BYTES = 32 << 20, 256 << 20
@@ -73,7 +75,9 @@ def measure(dtype: torch.dtype, device: Device) -> Ceiling:
     width = HOST_WIDTH if device.is_host else DEVICE_WIDTH
     left = torch.ones(width, width, dtype=dtype, device=device.torch_device)
     product = torch.empty_like(left)
-    seconds = shortest_seconds(lambda: torch.mm(left, left, out=product), device)
+    seconds = shortest_seconds(
+        lambda: torch.mm(left, left, out=product), device, limit_seconds=LIMIT_SECONDS
+    )
     matmul = 2 * width**3 / seconds
     size = HOST_COPY_BYTES if device.is_host else DEVICE_COPY_BYTES
     source = torch.ones(size, dtype=torch.uint8, pin_memory=not device.is_host)
