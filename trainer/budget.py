@@ -24,13 +24,14 @@ from trainer.model.config import ModelConfig
 from trainer.model.stages import build_stages, parameter_count
 from trainer.optimizers.bf16_masters import stored_specs
 from trainer.options import EngineOptions
+from trainer.pipeline.choosing import pipeline_way
 from trainer.recipe import Recipe, Settings
 from trainer.recipe_options import options_of
 from trainer.sizes import in_bytes
 from trainer.step_memory import host_phases
 from trainer.vram import StepShape
 
-# Two retained commits and the one in work.
+# Two retained commits, as a store has it where nothing was said, and the one in work.
 COPIES = 3
 # Log, index pages and the reserve of a store, whatever the model's size.
 STORE_OVERHEAD_BYTES = 32 << 20
@@ -64,6 +65,7 @@ class Budget:
     spill_bytes: int = 0
     overhead_bytes: int = STORE_OVERHEAD_BYTES  # log and index
     base_bytes: int = 0  # frozen shards: there is one copy, whatever is trained beside it
+    copies: int = COPIES  # of the trained shards in the store, without snapshots
 
     @property
     def commit_bytes(self) -> int:
@@ -73,7 +75,7 @@ class Budget:
     @property
     def store_bytes(self) -> int:
         """The most that the store holds at a time."""
-        trained_bytes = (COPIES + self.snapshots) * self.commit_bytes
+        trained_bytes = (self.copies + self.snapshots) * self.commit_bytes
         return trained_bytes + self.base_bytes + self.overhead_bytes
 
     @property
@@ -89,8 +91,13 @@ class Budget:
         return sum(self.memory.values())
 
 
-def budget_of(recipe: Recipe, settings: Settings, store: Path | None = None) -> Budget:
-    """Work out the budgets of a run; `store` tells whether it lies on a RAM disk."""
+def budget_of(
+    recipe: Recipe, settings: Settings, store: Path | None = None, *, copies: int = COPIES
+) -> Budget:
+    """Work out the budgets of a run; `store` tells whether it lies on a RAM disk.
+
+    copies: of the trained shards that the store holds at a time, the one in work among them.
+    """
     every, stop = settings.snapshot_every, settings.max_steps
     activations = _activations(recipe, settings)
     shards = shard_bytes(recipe.model, forms_of(recipe))
@@ -102,6 +109,7 @@ def budget_of(recipe: Recipe, settings: Settings, store: Path | None = None) -> 
         memory=_memory(recipe, settings, activations),
         activations=activations,
         active_copies=settings.active_copies if settings.active else 0,
+        copies=copies,
     )
     return replace(without_disk, memory=with_ram_disk(without_disk, settings, store))
 
@@ -160,7 +168,7 @@ def check_space(budget: Budget, store: Path) -> None:
         pinned = f" and {budget.snapshots:,} snapshots" if budget.snapshots else ""
         spilled = f", {in_bytes(budget.spill_bytes)} for activations" if budget.spill_bytes else ""
         raise StorageFullError(
-            f"{store}: the store needs {in_bytes(needed_bytes)} ({COPIES} copies of"
+            f"{store}: the store needs {in_bytes(needed_bytes)} ({budget.copies} copies of"
             f" {in_bytes(budget.commit_bytes)}{pinned}, {in_bytes(budget.overhead_bytes)} for log"
             f" and index{spilled}), but {in_bytes(free_bytes)} are free on"
             f" {folder}"
@@ -275,9 +283,18 @@ def _memory(recipe: Recipe, settings: Settings, activations: str) -> dict[str, i
     if recipe.device == "cpu":
         return parts | step_memory(step_shape(recipe, settings, activations), settings)
     gradients = [build(stage.specs).size_bytes for stage in build_stages(recipe.model)]
-    waits = recipe.grad_clip_mode == "global" or recipe.optimizer_device in ("cpu", "split")
+    waits = _clipped_from_host(recipe, settings, activations)
+    waits = waits or recipe.optimizer_device in ("cpu", "split")
     waiting = sum(gradients) if waits else max(gradients)
     return parts | {"gradients": waiting}
+
+
+def _clipped_from_host(recipe: Recipe, settings: Settings, activations: str) -> bool:
+    """Say whether all gradients wait for the model's norm in host memory."""
+    if recipe.grad_clip_mode != "global":
+        return False
+    way = pipeline_way(settings, options_of(recipe, settings, activations), is_host=False)
+    return way is None or way.gradients == "host"
 
 
 def _updated_at_once(recipe: Recipe) -> int:

@@ -6,7 +6,9 @@ and a transaction, and nothing of files, schedules, data order or commits: the c
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shardb import Transaction, torch_adaptor
+from shardb.views import StagedShard
 from trainer.adoption import AdoptingTransaction
 from trainer.device import Device
 from trainer.errors import InputError, NonFiniteError
@@ -86,18 +89,28 @@ class Engine:
             self.pipeline = self._course = None
 
     def initialise(self, txn: ShardTransaction, seed: int) -> None:
-        """Stage first parameters and zero optimizer state for every stage."""
-        for stage in self.stages:
-            specs = stored_specs(stage.specs, self.options.master_weight_dtype)
-            params = txn.stage(f"params/{stage.name}", like=specs)
-            self._fill(stage, seed, torch_adaptor.tensors(params))
-            params.seal()
-            state = txn.stage(
-                f"optim/{stage.name}", like=self._model.optimizer.state_specs(stage.specs)
-            )
-            for tensor in torch_adaptor.tensors(state).values():
-                tensor.zero_()
-            state.seal()
+        """Stage first parameters and zero optimizer state for every stage.
+
+        Random numbers come from one processor a tensor, so stages are filled side by side.
+        """
+        with ThreadPoolExecutor(os.cpu_count(), "initialise") as executor:
+            filled = []
+            for stage in self.stages:
+                specs = stored_specs(stage.specs, self.options.master_weight_dtype)
+                params = txn.stage(f"params/{stage.name}", like=specs)
+                filled.append(executor.submit(self._fill_and_seal, stage, seed, params))
+                state = txn.stage(
+                    f"optim/{stage.name}", like=self._model.optimizer.state_specs(stage.specs)
+                )
+                for tensor in torch_adaptor.tensors(state).values():
+                    tensor.zero_()
+                state.seal()
+            for each in filled:
+                each.result()
+
+    def _fill_and_seal(self, stage: Stage, seed: int, params: StagedShard) -> None:
+        self._fill(stage, seed, torch_adaptor.tensors(params))
+        params.seal()
 
     def prepare_base(self, txn: Transaction) -> list[str]:
         """Stage what a first step on an import needs beside the import; give what there is to say.

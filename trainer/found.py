@@ -12,9 +12,11 @@ from pathlib import Path
 
 import shardb
 from shardb import Commit, Store
+from shardb.branching import policy_of
 from shardb.errors import ConflictError, NotFoundError
 from shardb.layout import check_name
 from shardb.refs import STEP_PATTERN
+from shardb.retention import Policy
 from shardb.state import DEFAULT_BRANCH
 from shardb.transfer_lineage import lineage
 from trainer.active_hint import hinted_active
@@ -33,7 +35,8 @@ class Found:
     """What a command line finds: `newest` is `durable`, or the head of the active store `ahead`.
 
     `imported` is what the durable store holds where that is a model that was never trained.
-    `begins_branch` says that the branch does not exist and begins at `base`.
+    `begins_branch` says that the branch does not exist and begins at `base`; `kept_commits`, how
+    many the durable store keeps of a branch.
     """
 
     branch: str
@@ -42,6 +45,7 @@ class Found:
     imported: ImportedModel | None = None
     ahead: Path | None = None
     begins_branch: bool = False
+    kept_commits: int = Policy().keep_last
 
     @property
     def base(self) -> Commit | None:
@@ -66,6 +70,7 @@ def find_run(given: Given) -> Found:
     allow_network = bool(given.get("allow_network"))
     with shardb.open(path, allow_network=allow_network) as store:
         found = _in_durable(store, branch, given.get("from_ref"))
+        found = replace(found, kept_commits=policy_of(store).keep_last)
         if found.base is None or found.begins_branch:
             return found
         return _with_active(store, path, found, found.base, given)

@@ -19,6 +19,7 @@ from shardb.transfer import copy_commit
 from trainer.active import Publishing, TwoTiers
 from trainer.active_hint import write_hint
 from trainer.active_relation import open_active
+from trainer.budget import is_ram_disk
 from trainer.engine import Engine
 from trainer.plan import Plan
 from trainer.recipe import Settings
@@ -49,7 +50,11 @@ def opened_tiers(plan: Plan, engine: Engine, around: Surroundings) -> Iterator[T
     if settings.active is None:
         tier = plan.base_tier
         cache_bytes = CACHE_BYTES if tier is None else tier.cache_bytes
-        with _opened(plan.store, settings, around, cache_bytes=cache_bytes) as store:
+        in_memory = is_ram_disk(plan.store)
+        threads = writer_threads(engine.device) if in_memory else WRITER_THREADS
+        with _opened(
+            plan.store, settings, around, cache_bytes=cache_bytes, threads=threads
+        ) as store:
             _bring_branch(plan, store, engine, around)
             _check_unmoved(plan, store)
             write_hint(plan.store, branch, None)

@@ -159,7 +159,7 @@ def _plan_new(path: Path, found: Found, given: Given, notes: list[str]) -> Plan:
         recipe=recipe,
         settings=settings,
         inputs=inputs,
-        budget=_budget(recipe, settings, path),
+        budget=_budget(recipe, settings, path, found),
         cursor=Cursor(),
         notes=(*notes, *inputs.notes),
     )
@@ -198,7 +198,7 @@ def _plan_resumed(
         recipe=recipe,
         settings=settings,
         inputs=inputs,
-        budget=_budget(recipe, settings, path),
+        budget=_budget(recipe, settings, path, found),
         cursor=Cursor.of(stored.commit),
         notes=(*notes, *inputs.notes, *said),
     )
@@ -211,7 +211,7 @@ def _fitted(plan: Plan, given: Given, note: Callable[[str], None]) -> Plan:
         plan,
         recipe=tuned.recipe,
         settings=tuned.settings,
-        budget=_budget(tuned.recipe, tuned.settings, plan.store),
+        budget=_budget(tuned.recipe, tuned.settings, plan.store, plan.found),
         notes=(*plan.notes, *tuned.notes),
         tuned=tuned,
     )
@@ -223,14 +223,15 @@ def _with_updates_placed(plan: Plan, note: Callable[[str], None]) -> Plan:
     recipe, said = updates_placed(plan.recipe, plan.settings, stored, note)
     if recipe == plan.recipe:
         return plan
-    budget = _budget(recipe, plan.settings, plan.store)
+    budget = _budget(recipe, plan.settings, plan.store, plan.found)
     return replace(plan, recipe=recipe, budget=budget, notes=(*plan.notes, *said))
 
 
-def _budget(recipe: Recipe, settings: Settings, store: Path) -> Budget:
+def _budget(recipe: Recipe, settings: Settings, store: Path, found: Found) -> Budget:
     if recipe.lora is not None:
         return adapter_budget(recipe, recipe.lora, settings, store)
-    return placed(budget_of(recipe, settings, store), recipe, settings, store)
+    budget = budget_of(recipe, settings, store, copies=found.kept_commits + 1)
+    return placed(budget, recipe, settings, store)
 
 
 def _check_together(plan: Plan) -> None:

@@ -102,7 +102,7 @@ def preflight(
         _vram(device, shape, recipe, settings),
         _boundaries(budget, device),
         _host_memory(budget),
-        _page_locked(device, recipe, settings, budget),
+        _page_locked(device, recipe, settings, budget, store),
         *_frozen_base(tier),
         *_ram_disk(settings, budget),
         _disk_space(budget, store),
@@ -212,15 +212,18 @@ def _boundaries(budget: Budget, device: Device) -> BudgetLine:
     return _line("boundary activations", budget.boundary_bytes, None, text, "")
 
 
-def _page_locked(device: Device, recipe: Recipe, settings: Settings, budget: Budget) -> BudgetLine:
+def _page_locked(
+    device: Device, recipe: Recipe, settings: Settings, budget: Budget, store: Path
+) -> BudgetLine:
     """Hold what is copied to and from the device against what may be locked; no run fails by it."""
     if device.is_host:
         return _line("page-locked memory", 0, None, "none", "")
     limit = pinned_budget_bytes(settings)
-    active = settings.active is not None and is_ram_disk(Path(settings.active))
     boundaries = budget.boundary_bytes if budget.placement == "host" else 0
     gradients = settings.gradient_placement == "host" or recipe.optimizer_device != "gpu"
-    wanted = boundaries + (budget.active_bytes if active else 0)
+    wanted = boundaries
+    if is_ram_disk(store if settings.active is None else Path(settings.active)):
+        wanted += budget.store_bytes if settings.active is None else budget.active_bytes
     wanted += budget.memory.get("gradients", 0) if gradients else 0
     text = f"{in_bytes(wanted)} of {in_bytes(limit)}"
     if wanted > limit:

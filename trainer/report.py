@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from trainer.budget import COPIES, Budget
+from trainer.budget import Budget
 from trainer.model.config import ModelConfig
 from trainer.recipe import Recipe, Settings
 from trainer.sizes import in_bytes
@@ -50,7 +50,7 @@ def report_text(recipe: Recipe, settings: Settings, budget: Budget) -> str:
         f"a step      {_step_text(recipe)}",
         f"shards      {len(budget.shards)}, {in_bytes(budget.commit_bytes)} together",
         *(f"  {name:<{width}}  {size:>15,} bytes" for name, size in budget.shards.items()),
-        f"store       {in_bytes(budget.store_bytes)} at most: {COPIES} copies{snapshots}",
+        f"store       {in_bytes(budget.store_bytes)} at most: {budget.copies} copies{snapshots}",
         *_active_lines(settings, budget),
         f"written     {in_bytes(budget.commit_bytes)} {_each(settings)}{in_all}",
         f"memory      about {in_bytes(budget.memory_bytes)}; {_ACTIVATIONS[budget.activations]}",
