@@ -4,8 +4,9 @@ Owns seeding, publishing and the rule for space: steps are made in the active st
 of them goes to the durable store in the background, one at a time. Knows nothing of training.
 
 Invariants:
-- The active store never holds more than `copies` copies of the run: before a step is staged that
-  would need one more, the publication that holds an old commit is waited for.
+- The active store never holds more than `copies` copies of the run. From three on one is left for
+  the commit that is being published, so that steps go on beside it; with two, the step behind it
+  waits until it is published.
 - A snapshot is first pinned in the active store, as the intention; when its commit is published it
   gets its name in the durable store and loses the one in the active store. So one that a kill
   interrupts is made up for at the next start.
@@ -39,6 +40,16 @@ class Publishing:
     every: int
     copies: int
 
+    @property
+    def kept(self) -> int:
+        """Commits that stay beside the step in work and, where there is room, a published one."""
+        return max(1, self.copies - 2)
+
+    @property
+    def goes_on(self) -> bool:
+        """Say whether steps are made while an older one is published."""
+        return self.copies > self.kept + 1
+
 
 class TwoTiers:
     """The stores of a run that trains in an active one; `close` it before the stores."""
@@ -65,7 +76,7 @@ class TwoTiers:
         try:
             with active.appender.errors(f"locking branch {branch!r}"):
                 active.locks.take_branch(branch)
-            _keep_last(active, publishing.copies - 1)
+            _keep_last(active, publishing.kept)
         except BaseException:
             self._publisher.close()
             raise
@@ -102,7 +113,7 @@ class TwoTiers:
         in_flight = self._in_flight
         if in_flight is None:
             return 0.0
-        if self._publisher.busy and head.step - in_flight.step < self._publishing.copies - 1:
+        if self._publisher.busy and (self._publishing.goes_on or head.id == in_flight.id):
             return 0.0
         return self._settle(f"step {head.step + 1}")
 
