@@ -19,6 +19,7 @@ from shardb.errors import CorruptionError, FormatError
 from shardb.filesystem import FileSystem, RealFileSystem
 from shardb.fsck import check_store
 from shardb.fsck_audit import Reading, audit_objects
+from shardb.fsck_impact import needed_objects
 from shardb.fsck_leftovers import SET_ASIDE_PREFIX
 from shardb.fsck_view import View, take_view
 from shardb.index_state import IndexState, IndexUnreadableError, read_index
@@ -29,6 +30,7 @@ from shardb.repair_log_acts import alone, check_unchanged, mend_log
 from shardb.repair_object_acts import mend_objects
 from shardb.repair_objects import ObjectPlan, Wishes, plan_objects
 from shardb.repair_plan import Outcome, Plan
+from shardb.repair_salvage import has_file
 from shardb.repair_sources import RepairSource, StoreFiles
 from shardb.state import DictTables
 from shardb.storage_errors import storage_errors
@@ -136,17 +138,32 @@ class _Repairing:
     # Deciding
 
     def plan_best(self) -> Told:
-        """The plan; where it gives something up, the log of a copy may go on behind our end.
+        """The plan; where ours has lost its end, the log of a copy may go on behind it.
 
-        Ours may have lost its end, to the byte, and its index: then nothing tells of it but that
-        objects of its last steps were used again.
+        It may have lost it to the byte, and the index too. Then nothing tells of it but that the
+        objects of its last steps were used again, or that those of lost steps are still there.
         """
         told = self.plan()
         chosen = self.wishes.chosen or self.wishes.cut
-        if not told.plan.loses or chosen or not isinstance(self.source, StoreFiles):
+        if chosen or not isinstance(self.source, StoreFiles):
             return told
+        if not told.plan.loses:
+            return self.plan(ahead=True) if self._has_more(told, self.source) else told
         further = self.plan(ahead=True)
         return further if further.plan.losses < told.plan.losses else told
+
+    def _has_more(self, told: Told, copy: StoreFiles) -> bool:
+        """Whether an object lies here that only what comes behind our end needs."""
+        view, unsaid = told.view, Plan()
+        index, store_id = self._index(view, unsaid), self._format_id()
+        further = plan_log(
+            self.files, view, index, store_id, unsaid, copy=copy, cut=False, ahead=True
+        )
+        assert further is not None, "there was a state without the copy"
+        ends = (further.end.tables, told.log.end.tables)
+        theirs, ours = (needed_objects(tables).keys() for tables in ends)
+        names = set(view.names.get("objects", []))
+        return any(has_file(digest, names) for digest in theirs - ours)
 
     def plan(self, *, ahead: bool = False) -> Told:
         plan = Plan()

@@ -61,7 +61,7 @@ def go_on(root: Path) -> None:
 @pytest.fixture(params=[0, 4000], ids=["one segment", "several segments"])
 def whole_run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     root = tmp_path / "orig"
-    fill_store(root, range(LAST_STEP + 1), snapshots=(1, 8), segment_bytes=request.param)
+    fill_store(root, range(LAST_STEP + 1), snapshots=(1, 7), segment_bytes=request.param)
     return root
 
 
@@ -84,8 +84,23 @@ def test_is_nothing_lost_that_a_copy_has(
     assert fsck(cut_run).findings == []
     with shardb.open(cut_run) as store:
         assert store.resolve("main").step == LAST_STEP
-        assert set(store.snapshots()) == {"step-1", "step-8"}
+        assert set(store.snapshots()) == {"step-1", "step-7"}
     check_repaired(cut_run, known)
+
+
+@pytest.mark.parametrize("since", [reopen, begin])
+def test_is_a_step_brought_back_whose_loss_shows_nowhere(
+    whole_run: Path, tmp_path: Path, since: Callable[[Path], None]
+) -> None:
+    """The step before is whole: but objects lie there that only the lost one needs."""
+    run = copy_store(whole_run, tmp_path / "run")
+    cut_behind(run, LAST_STEP - 1)
+    since(run)
+    assert not fsck(run).has_errors
+    repair(str(run), yes=True, source=StoreFiles(RealFileSystem(), str(whole_run)))
+    assert fsck(run).findings == []
+    with shardb.open(run) as store:
+        assert store.resolve("main").step == LAST_STEP
 
 
 def test_is_a_store_that_went_another_way_not_mixed_with_its_copy(
@@ -104,8 +119,10 @@ def test_does_a_whole_log_stay_where_it_is(whole_run: Path, tmp_path: Path) -> N
     with shardb.open(copy) as store:
         commit_step(store, LAST_STEP + 1)
     run = copy_store(whole_run, tmp_path / "run")
+    source = StoreFiles(RealFileSystem(), str(copy))
+    assert repair(str(run), yes=True, source=source).plan.is_empty
     spoil_object(-1, "params/a")(run)
-    outcome = repair(str(run), yes=True, source=StoreFiles(RealFileSystem(), str(copy)))
+    outcome = repair(str(run), yes=True, source=source)
     assert not outcome.plan.loses
     with shardb.open(run) as store:
         assert store.resolve("main").step == LAST_STEP
