@@ -25,6 +25,7 @@ from trainer.gradients import GradientSum, taken
 from trainer.head import head_backward
 from trainer.host_walk import SCALARS_BYTES
 from trainer.lora.away import AHEAD, AwayTape
+from trainer.lora.compiled_walk import WalkedBlocks, is_cut
 from trainer.lora.feeding import SLOTS
 from trainer.lora.forms import whole
 from trainer.lora.model import backward_order, brought_bytes, slot_bytes
@@ -128,7 +129,10 @@ class _AdapterWalk(ABC):
             clock=StepClock(),
             new_boundary=away_boundary if self._spills else list,
         )
-        self._compute = replace(compute.knowing(keys), tracks=shape.options.compile_blocks)
+        if shape.options.compile_blocks:
+            blocks = [stage for stage in trunk if stage.is_block]
+            compute = replace(compute, blocks=WalkedBlocks(), tracks=not is_cut(blocks[0]))
+        self._compute = compute.knowing(keys)
         self._slots: list[Tensor] = []
 
     def step(self, ids: Sequence[Tensor]) -> None:

@@ -1,0 +1,187 @@
+"""What compiled blocks with adapters hold, on tensors without content.
+
+Owns the order of buffers of `trainer.lora.compiled`, as the compiler plans them for a block that is
+cut in front of its last product: what products take and give is there, what lies between them is
+not; autograd keeps inputs, rotated queries and keys, values, attention's output, both sums, and in
+fp32 what adapters multiply. Knows nothing of steps. Invariant: never less than a device was seen to
+take; where the compiler writes a result over what it was made of, both are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer.lora.stages import AdaptedStage
+from trainer.lora.targets import linear_modules
+from trainer.model.adapters import A_ENDS
+from trainer.model.compiled import Blocks, leaf
+from trainer.model.stages import Block, Stage
+
+INPUTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+OUTPUT = ("self_attn.o_proj",)
+GATES = ("mlp.gate_proj", "mlp.up_proj")
+
+
+def is_cut(stage: AdaptedStage) -> bool:
+    """Say whether a block runs compiled up to its last product, and that by itself."""
+    last = stage.inner.added_last
+    if not isinstance(stage.inner, Block) or last is None:
+        return False
+    return last.removesuffix(".weight") + A_ENDS not in stage.parameters
+
+
+class WalkedBlocks(Blocks):
+    """Stands for `CompiledAdapted` where memory is walked through."""
+
+    def takes(self, stage: Stage) -> bool:
+        """Say whether a stage runs compiled and cut."""
+        return isinstance(stage, AdaptedStage) and is_cut(stage)
+
+    def run(self, stage: Stage, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """Hold what a block holds; give a tensor of its output's shape."""
+        assert isinstance(stage, AdaptedStage)
+        inputs = (_Form(stage, x), leaf(x), *(leaf(each) for each in params.values()))
+        with torch.enable_grad():
+            parts = _First.apply(*inputs)  # type: ignore[no-untyped-call]
+        if not torch.is_grad_enabled():
+            parts = tuple(part.detach() for part in parts)
+        output: Tensor = _Last.apply(*parts, stage.binding.is_replay)  # type: ignore[no-untyped-call]
+        return output
+
+
+class _Form:
+    """Makes the tensors of one block for an input [B, T, D]."""
+
+    def __init__(self, stage: AdaptedStage, x_BTD: Tensor) -> None:
+        self._x = x_BTD
+        self._stage = stage
+        self.config = stage.config
+        modules = linear_modules(stage.inner)
+        self._rank = stage.lora.rank
+        self._widths = {name: shape[0] for name, shape in modules.items()}
+        self.adapted = {n.removesuffix(A_ENDS) for n in stage.parameters if n.endswith(A_ENDS)}
+
+    def tensor(self, width: int, *, wide: bool = False) -> Tensor:
+        """Give [B, T, width], in fp32 where it is wide."""
+        dtype = torch.float32 if wide else self._x.dtype
+        return self._x.new_empty(*self._x.shape[:-1], width, dtype=dtype)
+
+    def input_of(self, modules: tuple[str, ...], width: int) -> list[Tensor]:
+        """Give what adapters of some modules keep: their input in fp32, and its low product."""
+        found = [name for name in modules if name in self.adapted]
+        kept = [self.tensor(width, wide=True)] if found else []
+        return kept + [self.tensor(self._rank, wide=True) for _ in found]
+
+    def product(self, module: str) -> Tensor:
+        """Give a module's output; what its adapter adds is there while it is added."""
+        base = self.tensor(self._widths[module])
+        if module not in self.adapted:
+            return base
+        added = self.tensor(self._widths[module], wide=True)
+        found = torch.empty_like(base)
+        del added, base
+        return found
+
+    def back_through(self, modules: tuple[str, ...], width: int) -> Tensor:
+        """Give the gradient of an input: the products of all ways are there when they are added.
+
+        What goes into an adapter is there in fp32 while it is multiplied, one after the other.
+        """
+        ways = []
+        for name in modules:
+            ways.append(self.tensor(width))
+            if name in self.adapted:
+                into = self.tensor(self._widths[name], wide=True)
+                low = self.tensor(self._rank, wide=True)
+                del into
+                ways.append(self.tensor(width, wide=True))
+                del low
+        found = self.tensor(width)
+        ways.clear()
+        return found
+
+
+class _First(torch.autograd.Function):
+    """A block up to its last product."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        form, _, *leaves = inputs
+        config, width = form.config, form.config.hidden_size
+        kept = [form.tensor(1, wide=True), *form.input_of(INPUTS, width)]
+        normed = form.tensor(width)
+        q, k, v = (_heads(form.product(name), config.head_dim) for name in INPUTS)
+        turned = torch.empty_like(q), torch.empty_like(k)
+        del q, k, normed
+        with torch.enable_grad():
+            ctx.heads = [each.requires_grad_() for each in (*turned, v)]
+            del turned, v
+            grouped = config.num_heads != config.num_kv_heads
+            query, key, value = ctx.heads
+            ctx.mixed = F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=grouped
+            )
+            del query, key, value
+        kept += form.input_of(OUTPUT, config.query_size)
+        out = form.product(*OUTPUT)
+        summed = form.tensor(width)
+        del out
+        normed = form.tensor(width)
+        kept += [form.tensor(1, wide=True), *form.input_of(GATES, width)]
+        gate, up = (form.product(name) for name in GATES)
+        del normed
+        ctx.form = form
+        ctx.save_for_backward(summed, *kept, *leaves)
+        return summed, gate, up
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: Tensor) -> tuple[Tensor | None, ...]:
+        form, width = ctx.form, ctx.form.config.hidden_size
+        inner = form.back_through(GATES, width)
+        summed = form.tensor(width)
+        del inner
+        outer = form.back_through(OUTPUT, form.config.query_size)
+        wanted = _heads(outer, form.config.head_dim)
+        found = torch.autograd.grad(ctx.mixed, ctx.heads, wanted)
+        del outer, wanted, ctx.mixed, ctx.heads
+        turned = [torch.empty_like(each) for each in found[:2]]
+        del found
+        last = form.back_through(INPUTS, width)
+        del turned, last
+        count = len(form.adapted) * 2
+        leaves = ctx.saved_tensors[-count:] if count else ()
+        return None, torch.empty_like(summed), *(torch.empty_like(leaf) for leaf in leaves)
+
+
+class _Last(torch.autograd.Function):
+    """The last product, with what it is added to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, is_replay: bool) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        if is_replay:
+            return x.new_empty(()).expand(x.shape)
+        through = torch.empty_like(gate)
+        product = torch.empty_like(x)
+        del through
+        output = torch.empty_like(x)
+        del product
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        inner = torch.empty_like(gate)
+        found = torch.empty_like(gate), torch.empty_like(up)
+        del inner
+        return gradients[0], *found, None
+
+
+def _heads(x_BTW: Tensor, head_dim: int) -> Tensor:
+    rows, positions, width = x_BTW.shape
+    return x_BTW.view(rows, positions, width // head_dim, head_dim).transpose(1, 2)
