@@ -16,6 +16,7 @@ from export.doctor_findings import ERROR, WARNING
 from export.doctor_run import examine
 from tests.support.ailing import put_interleaved, set_json, sound_package
 from tests.support.commands import REPOSITORY, Ended
+from tests.support.exports import let_commands_load_here
 from trainer.command_cli import answer, new_app
 
 
@@ -63,12 +64,16 @@ def test_do_findings_name_place_and_remedy(
 
 
 def test_does_against_name_the_store_and_the_ref(
-    package: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    package: Path,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = package.parent / "store"
     sound = doctor(capsys, package, "--against", store)
     assert sound.code == 0, sound.out
     assert "against the store: logits bit-equal over 64 positions" in sound.out
+    let_commands_load_here(monkeypatch)  # the first answer came from a fresh process
     wrong = put_interleaved(package, tmp_path / "wrong")
     ended = doctor(capsys, wrong, "--against", f"{store}@step-0")
     assert ended.code == 1

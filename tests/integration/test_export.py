@@ -17,7 +17,12 @@ from export.import_run import plan_import, run_import
 from export.reference_logits import read_reference
 from tests.support.commands import check_refused
 from tests.support.export_commands import names_in, run, run_here, start
-from tests.support.exports import byte_tokenizer, make_store, replace_weight
+from tests.support.exports import (
+    byte_tokenizer,
+    let_commands_load_here,
+    make_store,
+    replace_weight,
+)
 from tests.support.tiny_model import TINY
 from tests.support.training import arguments, make_data, train_here
 from trainer.device import Device
@@ -97,8 +102,12 @@ def _larger_tokenizer(folder: Path) -> Path:
 
 
 def test_does_a_kill_leave_the_old_package_and_nothing_for_long(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    let_commands_load_here(monkeypatch)
     out = tmp_path / "package"
     assert run_here(capsys, "hf", trained, "--out", out, "--ref", "step-2").code == 0
     before = {path.name: path.read_bytes() for path in out.iterdir()}
@@ -148,10 +157,17 @@ def test_does_memory_stay_when_the_model_grows(tmp_path: Path) -> None:
     assert holding > size  # control: transformers, in the process of the check, holds all of it
 
 
-def test_is_an_imported_package_given_back_byte_for_byte(shared_data: Path, tmp_path: Path) -> None:
+def test_is_an_imported_package_given_back_byte_for_byte(
+    shared_data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    let_commands_load_here(monkeypatch)
     source = shared_data / "models" / "stories260K"
     run_import(plan_import(source), tmp_path / "store")
-    ended = run("hf", tmp_path / "store", "--out", tmp_path / "package", "--json")
+    command = ("hf", tmp_path / "store", "--out", tmp_path / "package", "--json")
+    ended = run_here(capsys, *command)
     assert ended.code == 0, ended.err
     assert ended.json["check"]["bit_equal"] is True
     ours, theirs = (

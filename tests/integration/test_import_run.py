@@ -31,11 +31,11 @@ from tests.support.packages import (
     write_package,
 )
 from tests.support.training import REPOSITORY
+from tests.support.warm_process import WarmProcess
 from trainer.errors import InputError
 from trainer.model.stored import TOKENIZER_SHARD, read_bytes, read_model
 
 LLAMA = config_of("llama")
-PROGRAM = "from export.import_cli import main; main()"
 BIG = config_of(
     "llama",
     hidden_size=512,
@@ -46,15 +46,8 @@ BIG = config_of(
 )
 
 
-def start(*arguments: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *map(str, arguments)],
-        cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def start(*arguments: object) -> WarmProcess:
+    return WarmProcess("export.import_cli", arguments)
 
 
 def shard_digests(store: Path, ref: str | None = None) -> dict[str, str]:
@@ -266,12 +259,19 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_package(folder, BIG, random_tensors(BIG), split=True)
 
 
+@pytest.fixture(scope="module")
+def whole(big: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Import it without a stop; nobody writes to the store."""
+    store = tmp_path_factory.mktemp("whole") / "store"
+    import_here(big, store)
+    return store
+
+
 @pytest.mark.parametrize("moment", [0.1, 0.5, 0.9])
 def test_killed_at_any_moment_and_run_again_is_never_having_been_killed(
-    big: Path, moment: float, tmp_path: Path
+    big: Path, whole: Path, moment: float, tmp_path: Path
 ) -> None:
-    import_here(big, tmp_path / "whole")
-    size = sum(p.stat().st_size for p in (tmp_path / "whole" / "objects").iterdir())
+    size = sum(p.stat().st_size for p in (whole / "objects").iterdir())
     store = tmp_path / "killed"
     with start(big, "--store", store) as process:
         while process.poll() is None and written_bytes(store) < moment * size:
@@ -281,9 +281,9 @@ def test_killed_at_any_moment_and_run_again_is_never_having_been_killed(
     with shardb.open(store) as opened:
         assert opened.branches() == {}
     import_here(big, store)
-    assert shard_digests(store) == shard_digests(tmp_path / "whole")
+    assert shard_digests(store) == shard_digests(whole)
     assert sorted(p.name for p in (store / "objects").iterdir()) == sorted(
-        p.name for p in (tmp_path / "whole" / "objects").iterdir()
+        p.name for p in (whole / "objects").iterdir()
     )
     assert shardb_command("fsck", store).code == 0
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,10 +15,10 @@ import pytest
 import shardb
 from serve.cli import HELP, command
 from tests.support.byte_model import END_ID, VOCAB_SIZE, byte_tokenizer, ids_of
-from tests.support.commands import REPOSITORY
 from tests.support.http_client import HttpClient, read_all
 from tests.support.scripted_store import followers_of, write_scripted_store
 from tests.support.small_stores import flip_bit, object_of
+from tests.support.warm_process import WarmProcess
 from trainer.command_cli import answer, new_app
 
 LONG = {"model": "primary", "prompt": "ab", "max_tokens": 700, "stream": True, "temperature": 0}
@@ -50,7 +47,7 @@ def store(tmp_path: Path) -> Path:
 class Running(HttpClient):
     """The command as a process of its own."""
 
-    process: subprocess.Popen[str]
+    process: WarmProcess
     greeting: list[str]
 
     def end(self) -> tuple[int, str]:
@@ -60,14 +57,7 @@ class Running(HttpClient):
 
 @contextmanager
 def running(store: Path, *flags: str) -> Iterator[Running]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "serve.cli", "--store", str(store), "--port", "0", *flags],
-        cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
+    process = WarmProcess("serve.cli", ["--store", store, "--port", "0", *flags])
     greeting = []
     try:
         for line in process.stderr:

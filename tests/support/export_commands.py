@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from export import gguf_cli, hf_cli
-from tests.support.commands import REPOSITORY, Ended
+from tests.support.commands import Ended
+from tests.support.warm_process import WarmProcess
 from trainer.command_cli import answer, new_app
 
 TIMEOUT_SECONDS = 120
 
 
-def start(command: str, *arguments: object) -> subprocess.Popen[str]:
+def start(command: str, *arguments: object) -> WarmProcess:
     """Start `hf` or `gguf`, with one thread."""
-    return subprocess.Popen(
-        [sys.executable, "-m", f"export.{command}_cli", *map(str, arguments)],
-        cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return WarmProcess(f"export.{command}_cli", arguments)
 
 
 def run(command: str, *arguments: object) -> Ended:
     """Run `hf` or `gguf` to its end."""
-    process = start(command, *arguments)
-    out, err = process.communicate(timeout=TIMEOUT_SECONDS)
-    return Ended(code=process.returncode, out=out, err=err)
+    with start(command, *arguments) as process:
+        out, err = process.communicate(timeout=TIMEOUT_SECONDS)
+        return Ended(code=process.wait(), out=out, err=err)
 
 
 def run_here(capsys: pytest.CaptureFixture[str], command: str, *arguments: object) -> Ended:

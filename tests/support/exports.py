@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 import shardb
+from export import doctor_run, hf_export
+from export.doctor_run import examine
+from export.hf_export import export_package
 from export.verify import Loaded
 from export.verify_loading import by_stages, by_transformers
 from shardb import TensorSpec, torch_adaptor
@@ -97,6 +102,12 @@ def load_here(folder: Path, ids_T: Tensor, loader: str, plan: Any = None) -> Loa
         faults=outcome.faults,
         disagreements=outcome.disagreements,
     )
+
+
+def let_commands_load_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `export-hf` and `model-doctor`, run in this process, load what they check in it too."""
+    monkeypatch.setattr(hf_export, "export_package", partial(export_package, load=load_here))
+    monkeypatch.setattr(doctor_run, "examine", partial(examine, load=load_here))
 
 
 def rewrite_tensors(path: Path, change: Callable[[str, Tensor], Tensor]) -> None:

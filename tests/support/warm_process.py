@@ -20,6 +20,10 @@ from tests.support.nursery import Command, asked
 
 # By module: what its `main` imports once the flags are parsed, or lets PyTorch import.
 IMPORTS = {
+    "export.gguf_cli": ("export.gguf_export",),
+    "export.hf_cli": ("export.hf_export",),
+    "export.import_cli": ("export.import_run", "rich.progress"),
+    "serve.cli": ("serve.start", "uvicorn"),
     "trainer.cli": ("trainer.start", "torch.fx.experimental.symbolic_shapes"),
 }
 
@@ -81,6 +85,13 @@ class WarmProcess:
                 raise
             out, err = (each.result() for each in told)
         return out, err
+
+    def __enter__(self) -> WarmProcess:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+        self.communicate()
 
 
 def _read(file: TextIO) -> str:
