@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,11 @@ from trainer.model.adapters import A_ENDS, B_ENDS, Adapter
 from trainer.model.compiled import Blocks, compiled, leaf, with_history
 from trainer.model.layers import AdaptedWeight, linear
 from trainer.model.stages import Block, Stage
+
+# Modules of a native block that take the same input.
+INPUTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+OUTPUT = ("self_attn.o_proj",)
+GATES = ("mlp.gate_proj", "mlp.up_proj")
 
 
 class CompiledAdapted(Blocks):
@@ -132,23 +138,41 @@ def _compiled(
     weight_names: Sequence[str],
     names: Sequence[str],
 ) -> Callable[..., Any]:
-    modules = [name.removesuffix(A_ENDS) for name in names if name.endswith(A_ENDS)]
-    scale, rounds_first = stage.lora.scale, stage.is_packed
+    groups = _groups(names)
+    lora, rounds_first = stage.lora, stage.is_packed
 
     def forward(
         weights: list[Tensor], leaves: list[Tensor], x: Tensor, cos_TK: Tensor, sin_TK: Tensor
     ) -> Any:
         bound: dict[str, Any] = dict(zip(weight_names, weights, strict=True))
         params = dict(zip(names, leaves, strict=True))
-        for module in modules:
+        lows: dict[str, Tensor] = {}
+
+        def added(module: str, group: Sequence[str], output: Tensor, x: Tensor) -> Tensor:
+            if module not in lows:  # modules that take the same input share one product with it
+                a_RI = torch.cat([params[each + A_ENDS] for each in group])
+                low = F.linear(x.to(a_RI.dtype), a_RI)
+                lows.update(zip(group, torch.split(low, lora.rank, dim=-1), strict=True))
             adapter = Adapter(
                 a_RI=params[module + A_ENDS],
                 b_OR=params[module + B_ENDS],
-                scale=scale,
+                scale=lora.scale,
                 rounds_first=rounds_first,
             )
-            matrix = bound[f"{module}.weight"]
-            bound[f"{module}.weight"] = AdaptedWeight(matrix, adapter.added_to)
+            return adapter.added_low(output, lows[module])
+
+        for group in groups:
+            for module in group:
+                matrix = bound[f"{module}.weight"]
+                bound[f"{module}.weight"] = AdaptedWeight(matrix, partial(added, module, group))
         return function(bound, x, (cos_TK, sin_TK))
 
     return compiled(forward)
+
+
+def _groups(names: Sequence[str]) -> list[list[str]]:
+    """Give the modules that have adapters, those together that take the same input."""
+    adapted = [name.removesuffix(A_ENDS) for name in names if name.endswith(A_ENDS)]
+    found = [[each for each in adapted if each in group] for group in (INPUTS, OUTPUT, GATES)]
+    alone = [[each] for each in adapted if not any(each in group for group in found)]
+    return [group for group in (*found, *alone) if group]

@@ -16,15 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainer.lora.compiled import GATES, INPUTS, OUTPUT
 from trainer.lora.stages import AdaptedStage
 from trainer.lora.targets import linear_modules
 from trainer.model.adapters import A_ENDS
 from trainer.model.compiled import Blocks, leaf
 from trainer.model.stages import Block, Stage
-
-INPUTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-OUTPUT = ("self_attn.o_proj",)
-GATES = ("mlp.gate_proj", "mlp.up_proj")
 
 
 def is_cut(stage: AdaptedStage) -> bool:
@@ -72,10 +69,15 @@ class _Form:
         return self._x.new_empty(*self._x.shape[:-1], width, dtype=dtype)
 
     def input_of(self, modules: tuple[str, ...], width: int) -> list[Tensor]:
-        """Give what adapters of some modules keep: their input in fp32, and its low product."""
-        found = [name for name in modules if name in self.adapted]
-        kept = [self.tensor(width, wide=True)] if found else []
-        return kept + [self.tensor(self._rank, wide=True) for _ in found]
+        """Give what adapters of some modules keep.
+
+        Their input in fp32, its product with them, and their first matrices side by side.
+        """
+        count = len(self.adapted.intersection(modules))
+        if not count:
+            return []
+        beside = self._x.new_empty(count * self._rank, width, dtype=torch.float32)
+        return [self.tensor(width, wide=True), self.tensor(count * self._rank, wide=True), beside]
 
     def product(self, module: str) -> Tensor:
         """Give a module's output; what its adapter adds is there while it is added."""
@@ -92,15 +94,15 @@ class _Form:
 
         What goes into an adapter is there in fp32 while it is multiplied, one after the other.
         """
-        ways = []
-        for name in modules:
-            ways.append(self.tensor(width))
-            if name in self.adapted:
-                into = self.tensor(self._widths[name], wide=True)
-                low = self.tensor(self._rank, wide=True)
-                del into
-                ways.append(self.tensor(width, wide=True))
-                del low
+        ways = [self.tensor(width) for _ in modules]
+        lows = []
+        for name in self.adapted.intersection(modules):
+            into = self.tensor(self._widths[name], wide=True)
+            lows.append(self.tensor(self._rank, wide=True))
+            del into
+        if lows:
+            ways.append(self.tensor(width, wide=True))
+        lows.clear()
         found = self.tensor(width)
         ways.clear()
         return found

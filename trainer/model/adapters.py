@@ -45,8 +45,11 @@ class Adapter:
         x = x.to(self.a_RI.dtype)
         if self.drop_seed is not None:
             x = dropped(x, self.dropout, self.drop_seed)
-        low = F.linear(F.linear(x, self.a_RI), self.b_OR)
-        added = low * self.scale
+        return self.added_low(output, F.linear(x, self.a_RI))
+
+    def added_low(self, output: Tensor, low: Tensor) -> Tensor:
+        """Add scale * B low to a base's output, where low is A x."""
+        added = F.linear(low, self.b_OR) * self.scale
         return (output + (added.to(output.dtype) if self.rounds_first else added)).to(output.dtype)
 
 

@@ -1,7 +1,7 @@
 """Is a block that is computed again for its gradients spared the product that nobody asks for?
 
-The compiled way is taken here with functions that are left as they are: then its arithmetic is that
-of PyTorch's own kernels, and its gradients are theirs bit for bit.
+The compiled way is taken here with functions that are left as they are: its gradients are then
+those of PyTorch's own kernels but for the rounding of products that adapters share.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ def test_the_last_product_is_made_once(
     through, count = run(store, adapter_engine(store, lora, poison=True, compile_blocks=True))
     # With an adapter on it the block is one function, and the product is made again.
     assert count == (once if targets == ATTENTION else 2 * once)
-    assert differing(found, through) == []
+    assert all(
+        torch.allclose(found[name], gradient, rtol=1e-4) for name, gradient in through.items()
+    )
 
     monkeypatch.setattr(stages.AdaptedStage, "_unasked", lambda _stage, _weights: [])
     always, count = run(store, engine)
