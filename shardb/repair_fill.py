@@ -83,6 +83,13 @@ def filled_from(
     return _Filling(log, copy, sequences, index, checked, store_id, ahead).run()
 
 
+def is_idle(log: FilledLog, sequences: Sequence[int], lsn: int) -> bool:
+    """Whether a record lies behind all that changed something; it may give way to others."""
+    data = log.content(max(sequences)) if sequences else None
+    end = _effective_end(data) if data is not None else 0
+    return any(frame.lsn == lsn and frame.offset >= end for frame in all_frames(data))
+
+
 class _Filling:
     """Damaged and missing segments, put together from two copies."""
 
@@ -101,8 +108,6 @@ class _Filling:
         self.sequences = sequences
         self.ahead = ahead
         self.applied = index.applied if index is not None and index.applied.lsn else None
-        if ahead and self.applied is not None and self._is_idle(self.applied.lsn):
-            self.applied = None
         self.keys = [key for key, _ in checked.faults]
         self.store_id = store_id
         self.fills: dict[int, bytes] = {}
@@ -124,13 +129,6 @@ class _Filling:
         if self.ahead and data is not None and sequence == max(self.sequences):
             return data[: _effective_end(data)]
         return data
-
-    def _is_idle(self, lsn: int) -> bool:
-        """Whether a record lies behind all that changed something; it may give way to others."""
-        last = max(self.sequences, default=0)
-        data = self.log.content(last) if last else None
-        end = _effective_end(data) if data is not None else 0
-        return any(f.lsn == lsn and f.offset >= end for f in all_frames(data))
 
     def _wanted(self) -> set[int]:
         """Segments with a fault, before one that does not follow, and from the last one on."""

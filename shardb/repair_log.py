@@ -20,7 +20,7 @@ from shardb.history import FaultKey
 from shardb.index_state import IndexState
 from shardb.log import START
 from shardb.recovery import read_end
-from shardb.repair_fill import FilledLog, filled_from
+from shardb.repair_fill import FilledLog, filled_from, is_idle
 from shardb.repair_plan import Plan, listed
 from shardb.repair_sources import StoreFiles
 from shardb.repair_state import (
@@ -81,16 +81,19 @@ def plan_log(
     `cut` a damaged log ends at its first damaged record, whatever is known behind it; with `ahead`
     a log without a fault goes on with what the copy has behind its end.
     """
-    log = FilledLog(files, view)
+    log, superseded = FilledLog(files, view), False
     checked = check_log(files, view, index, log=log)
     doubtful = (
         ahead or index is None or any(finding.severity != "info" for finding in checked.findings)
     )
     if copy is not None and doubtful:
         known_id = _known_id(checked, index) or store_id
+        idle = ahead and index is not None and is_idle(log, view.sequences, index.applied.lsn)
+        seen = None if idle else index
         log.fills = filled_from(
-            log, copy, view.sequences, index, checked, store_id=known_id, ahead=ahead
+            log, copy, view.sequences, seen, checked, store_id=known_id, ahead=ahead
         )
+        superseded = idle and max(view.sequences) in log.fills
         view, checked = _checked_again(files, log, view, index)
     rewrites = _rewrites(log, checked)
     if rewrites:
@@ -111,6 +114,8 @@ def plan_log(
     if not opens:
         _mend_end(told, log, ends)
     _mend_index(told, index, checked, is_other=ends.is_other)
+    if superseded:
+        told.index_knew = []  # the log goes on from all that the index knew
     _Telling(plan, log, told, checked, copy).tell()
     return told
 
