@@ -60,7 +60,10 @@ TESTS = (
     *("transaction", "transaction_let_go", "transaction_refusals", "transfer_copy"),
     "transfer_objects",
 )
-MORE_TESTS = ("tests/unit/shardb/cli", "tests/damage/test_in_the_way.py")
+MORE_TESTS = (
+    *("tests/unit/shardb/cli", "tests/damage/test_in_the_way.py"),
+    "tests/integration/test_linked_files.py",
+)
 # They damage at random for long, and reach no line that the others do not.
 LEFT_OUT = (
     "test_fsck.py::test_does_no_damage_make_it_fail_or_find_nothing",
