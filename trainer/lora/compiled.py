@@ -152,8 +152,8 @@ def _compiled(
             if module not in lows:  # modules that take the same input share one product with it
                 a_RI = torch.cat([params[each + A_ENDS] for each in group])
                 low = F.linear(x.to(a_RI.dtype), a_RI)
-                for each, part in zip(group, torch.split(low, lora.rank, dim=-1), strict=True):
-                    lows[each] = part
+                parts = torch.split(low, lora.rank, dim=-1)
+                lows.update(dict(zip(group, parts, strict=True)))
             adapter = Adapter(
                 a_RI=params[module + A_ENDS],
                 b_OR=params[module + B_ENDS],
