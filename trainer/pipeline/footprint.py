@@ -33,11 +33,11 @@ class PipelineSizes:
 
     params_slots: int = 3
     gradient_slots: int = 2
-    tile_slots: int = 3
-    tile_elements: int = 8 << 20
+    tile_slots: int = 6
+    tile_elements: int = 4 << 20
     boundary_slots: int = 3
     more_gradient_slots: int = 3
-    more_tile_slots: int = 6
+    more_tile_slots: int = 12
     more_boundary_slots: int = 8
     margin_bytes: int = 16 << 20
 
