@@ -50,6 +50,7 @@ COPIES = 2  # the commit that is kept, and the step in work
 STEADY_STEP = 7
 # Each of the processes that compile takes half a GiB.
 ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
+TERMINATED = 128 + signal.SIGTERM
 STOP_SECONDS, WARM_SHARE = 25.0, 0.25
 # fp32 weights, gradients and two moments; with moments in bf16.
 RESIDENT_BYTES = {"fp32": 16, "bf16": 12}
@@ -181,6 +182,9 @@ class Running:
             with suppress(subprocess.TimeoutExpired):
                 return process.wait(max(1.0, self.clock.left_seconds - STOP_SECONDS / 2))
             return -signal.SIGKILL
+        except SystemExit:
+            self.clock.say("asked to end: what has come is told")
+            return TERMINATED
         finally:
             process.kill()
             process.wait()
@@ -335,7 +339,7 @@ def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _end(_number: int, _frame: object) -> None:
-    raise SystemExit(143)
+    raise SystemExit(TERMINATED)
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -82,7 +82,11 @@ class SpareFiles:
     def make(self, sizes: Sequence[int], threads: int) -> None:
         """Make one of each size; `problem` says why some did not come."""
         with ThreadPoolExecutor(threads) as executor:
-            list(executor.map(self._make, sizes))
+            try:
+                list(executor.map(self._make, sizes))
+            except BaseException:
+                self.problem = "it was interrupted"
+                raise
 
     def _make(self, size: int) -> None:
         if self.problem is None and time.monotonic() > self._until:
