@@ -14,7 +14,7 @@ from shlex import quote
 
 from shardb import format as store_format
 from shardb import state
-from shardb.errors import CorruptionError, FormatError
+from shardb.errors import FormatError
 from shardb.filesystem import FileSystem
 from shardb.findings import Finding, Report, command
 from shardb.fsck_audit import Progress, Reading, audit_objects
@@ -112,7 +112,7 @@ class _Check:
         try:
             return store_format.read_format(self.files, self.root).store_id
         except OSError as error:
-            raise CorruptionError(f"{path}: cannot be read: {error.strerror}", path=path) from error
+            raise refused(self.files, path, error) from error
         except FormatError as error:
             if store_format.has_whole_format(self.files, self.root):
                 raise

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from shardb.filesystem import (
@@ -107,7 +108,7 @@ def _read_through(files: FileSystem, file: int, path: str) -> None:
 
 
 def _find(files: FileSystem, root: str) -> Iterator[Obstacle]:
-    for name in (*DIRECTORIES, TRAINER_LOGS):
+    for name in DIRECTORIES:
         found = obstacle_at(files, f"{root}/{name}", directory=True)
         if found is not None:
             needed = name in NEEDED_DIRECTORIES
@@ -116,6 +117,12 @@ def _find(files: FileSystem, root: str) -> Iterator[Obstacle]:
         for entry in list_if_there(files, f"{root}/{name}"):
             yield from _at(files, root, f"{name}/{entry}")
     yield from _at(files, root, "reserve")
+    with suppress(PermissionError):  # the store has no need of them
+        found = obstacle_at(files, f"{root}/{TRAINER_LOGS}", directory=True)
+        if found is not None:
+            yield Obstacle(name=TRAINER_LOGS, expected="a directory", found=found, is_needed=False)
+        else:
+            yield from _at(files, root, f"{TRAINER_LOGS}/steps.jsonl")
 
 
 def _at(files: FileSystem, root: str, name: str) -> Iterator[Obstacle]:

@@ -13,7 +13,7 @@ import pytest
 
 import shardb
 from shardb.cli import run as run_command
-from shardb.errors import StorageFailedError
+from shardb.errors import CorruptionError, StorageFailedError
 from shardb.filesystem import RealFileSystem
 from shardb.findings import Finding
 from shardb.fsck import check_store
@@ -55,6 +55,14 @@ def test_is_a_log_made_readable_by_what_a_check_says(run: Path, nobody: None) ->
     """Nobody has seen what is in it: nothing else is said to be missing."""
     last_segment(run).chmod(0)
     assert seen(run, last_segment(run)).kind == "log_unreadable"
+
+
+def test_is_a_check_ended_only_by_what_the_store_needs(run: Path, nobody: None) -> None:
+    (run / "logs").mkdir(mode=0)
+    assert fsck(run).findings == []
+    (run / "FORMAT").chmod(0)
+    with pytest.raises(CorruptionError, match=r"FORMAT: cannot be read: .* or chmod"):
+        fsck(run)
 
 
 def test_is_a_foreign_file_given_to_the_owner_of_the_store(
