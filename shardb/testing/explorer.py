@@ -92,11 +92,13 @@ def explore(
     seed: int = 0,
     audit: Audit = fsck_audit,
     ignore: Ignore = ignore_nothing,
+    first: Callable[[Operation], bool] | None = None,
     on_point: OnPoint | None = None,
 ) -> Counts:
     """Record `workload` and explore its crashes below the directory `scratch`, best on a RAM disk.
 
     `on_point` is told the number of each operation that is done, and the counts so far.
+    `first` knows the operation before which to crash first; without it that is the first of all.
     `ignore` makes the disk lie about syncs: the control arm, which must give violations.
     """
     root = os.path.join(scratch, "recorded")
@@ -108,8 +110,9 @@ def explore(
     finally:
         files.shut_down()
         shutil.rmtree(root)
+    begin = 0 if first is None else next(o.number for o in files.operations if first(o))
     return explore_recorded(
-        Recorded(files=files, journal=journal),
+        Recorded(files=files, journal=journal, first_point=begin),
         scratch=scratch,
         limits=limits,
         seed=seed,

@@ -89,8 +89,21 @@ def test_an_index_applied_before_the_log_is_synced(
 def test_a_record_of_a_killed_writer_that_is_believed_without_a_sync(
     scratch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The first kill is that before the second commit's record is synced: there it shows."""
     monkeypatch.setattr(Log, "harden", lambda *_: None)
-    assert explore(WORKLOADS["commits"], scratch=scratch, limits=KILLED).violations
+    second: list[int] = []
+    sync_of_log = _syncs(Kind.SYNC, of=".wal")
+
+    def two_commits(files: RecordingFileSystem, path: str, journal: Journal) -> None:
+        with Script(files, path, journal) as script:
+            script.commit(0)
+            second.append(len(files.operations))
+            script.commit(1)
+
+    def first(operation: Operation) -> bool:
+        return operation.number >= second[0] and sync_of_log(operation)
+
+    assert explore(two_commits, scratch=scratch, limits=KILLED, first=first).violations
 
 
 def test_a_file_that_is_believed_by_its_name(scratch: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +117,11 @@ def test_a_file_that_is_believed_by_its_name(scratch: str, monkeypatch: pytest.M
             place(self, staged)
 
     monkeypatch.setattr(ObjectFiles, "place", believe)
-    assert explore(_reuse, scratch=scratch, limits=GOING_ON).violations
+    assert explore(_reuse, scratch=scratch, limits=GOING_ON, first=_is_reuse).violations
+
+
+def _is_reuse(operation: Operation) -> bool:
+    return operation.kind is Kind.RENAME and "/free." in operation.path
 
 
 def _reuse(files: RecordingFileSystem, path: str, journal: Journal) -> None:
