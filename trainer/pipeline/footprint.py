@@ -24,10 +24,9 @@ class PipelineSizes:
     params_slots: whole stages' fp32 parameters; gradient_slots: whole stages' fp32 gradients (one
     more where the head shares its weight); tile_slots: the state of `tile_elements` parameters;
     boundary_slots: one micro-batch's hidden states, where activations wait on the host;
-    more_gradient_slots, more_tile_slots: how many there are where a budget has room for them but
-        not for every stage: then updates need not wait for copies out, nor the replay for updates;
-    more_boundary_slots: how many of those there are where a budget has room: then a stage's hidden
-        states are asked for a stage ahead, and wait behind no other copies in;
+    more_gradient_slots, more_tile_slots: how many there are at most where a budget has room for
+        them but not for every stage: then updates need not wait for copies out, nor the replay for
+        updates;
     margin_bytes: left free when a budget is filled.
     """
 
@@ -38,7 +37,6 @@ class PipelineSizes:
     boundary_slots: int = 3
     more_gradient_slots: int = 3
     more_tile_slots: int = 12
-    more_boundary_slots: int = 8
     margin_bytes: int = 16 << 20
 
 
@@ -47,23 +45,18 @@ class Spending:
     """What spare memory is spent on: more slots, and which stages stay on the device then."""
 
     slot_bytes: int = 0
-    more_tiles: bool = False
+    more_tiles: int = 0
     more_gradients: bool = False
     stages: tuple[str, ...]
 
 
 def growth_bytes(shapes: Sequence[StageShape], sizes: PipelineSizes) -> tuple[int, int]:
-    """Give what more slots take where a budget has room for them: of tiles, and of gradients."""
+    """Give what more slots take where a budget has room for all: of tiles, and of gradients."""
     largest = max(shape.count for shape in shapes)
     tile = max(shape.tile_bytes for shape in shapes)
     gradients = max(0, sizes.more_gradient_slots - sizes.gradient_slots)
     tiles = max(0, sizes.more_tile_slots - sizes.tile_slots)
     return tiles * tile, ITEM_BYTES * gradients * largest
-
-
-def boundary_growth_bytes(sizes: PipelineSizes, slot_bytes: int) -> int:
-    """Give what more slots of hidden states take."""
-    return slot_bytes * max(0, sizes.more_boundary_slots - sizes.boundary_slots)
 
 
 def spending(shapes: Mapping[str, StageShape], sizes: PipelineSizes, spare_bytes: int) -> Spending:
@@ -79,10 +72,13 @@ def spending(shapes: Mapping[str, StageShape], sizes: PipelineSizes, spare_bytes
     if sum(needed.values()) <= spare_bytes:
         return Spending(stages=tuple(shapes))
     tiles, gradients = growth_bytes([*shapes.values()], sizes)
-    more_tiles = tiles <= spare_bytes
-    left = spare_bytes - tiles if more_tiles else spare_bytes
+    tile = max(shape.tile_bytes for shape in shapes.values())
+    more_tiles = min(tiles, max(0, spare_bytes)) // tile
+    left = spare_bytes - more_tiles * tile
     # Where next to nothing stays, the link is what a step waits for, and no gradients' slot.
-    more_gradients = more_tiles and gradients + FEW_STAGES * max(needed.values()) <= left
+    more_gradients = (
+        more_tiles * tile == tiles and gradients + FEW_STAGES * max(needed.values()) <= left
+    )
     left -= gradients if more_gradients else 0
     slot_bytes = spare_bytes - left
     stages = [*always]
