@@ -7,7 +7,7 @@ out; only the inputs of the stage in work, and one set of gradients, are on the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -25,6 +25,7 @@ class AwayTape(ReplayTape):
     """Keeps a stage's inputs away; `hidden` holds them at first, and the outputs then.
 
     place: the stage's number in `boundaries`; None where nothing goes back through the stage.
+    before: makes an input of what `hidden` holds, when its turn comes; None where it is one.
     """
 
     def __init__(
@@ -35,11 +36,15 @@ class AwayTape(ReplayTape):
         hidden: list[Tensor],
         boundaries: Boundaries,
         place: int | None,
+        *,
+        before: Callable[[Tensor, int], Tensor] | None = None,
     ) -> None:
         self._boundaries = boundaries
         self._place = place
         super().__init__(stage, compute, params, ())
         for index, x in enumerate(hidden):
+            if before is not None:
+                x = before(x, index)
             hidden[index] = self._forward(params, x, index)
             if place is not None:
                 boundaries.keep(place, index, x)

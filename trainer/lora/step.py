@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -20,6 +22,7 @@ from torch import Tensor
 from shardb import ShardView
 from trainer.backward import StageGradients
 from trainer.clipping import clip_scale, total_norm
+from trainer.errors import NonFiniteError
 from trainer.gradient_pass import GradientPass
 from trainer.gradients import GradientSum, taken
 from trainer.lora.away import AwayTape
@@ -27,6 +30,7 @@ from trainer.lora.model import AdaptedModel
 from trainer.lora.updating import updates_of
 from trainer.lora.visits import Adapters, Visits, brought, open_visits, read_adapters
 from trainer.model.micro_batch import drop_keys
+from trainer.pipeline.boundaries import Boundaries
 from trainer.step import ShardTransaction, StepOrder, StepResult
 from trainer.tape import Compute, ReplayTape, Tape
 from trainer.timing import StepClock
@@ -102,22 +106,43 @@ class AdapterPass(GradientPass):
         return total_norm([self.norms[stage.name] for stage in self._adapted.owners])
 
     def _forward(self, ids: Sequence[Tensor]) -> list[Tape]:
-        tapes: list[Tape] = []
-        clock = self._compute.clock
-        hidden = list(ids)
         if self._away is not None:
-            self._away.reset()
-        first = len(self._adapted.trunk) - len(self._adapted.backward)
-        for place, stage in enumerate(self._adapted.trunk):
+            return self._forward_away(ids, self._away)
+        tapes: list[Tape] = []
+        for stage in self._adapted.trunk:
             inputs = tapes[-1].outputs if tapes else ids
-            params = self._adapters.get(stage.name, {})
-            with self._visits.visit(stage), clock.measure("forward_kernel_seconds"):
-                if self._away is None:
-                    tapes.append(ReplayTape(stage, self._compute, params, inputs))
-                else:
-                    kept = place if place >= first else None
-                    tapes.append(AwayTape(stage, self._compute, params, hidden, self._away, kept))
+            with self._visits.visit(stage), self._measured_forward():
+                params = self._adapters.get(stage.name, {})
+                tapes.append(ReplayTape(stage, self._compute, params, inputs))
         return tapes
+
+    def _forward_away(self, ids: Sequence[Tensor], away: Boundaries) -> list[Tape]:
+        """Look the rows of a micro-batch up when the first block comes to it.
+
+        The host does so while the device computes that block for the one before.
+        """
+        away.reset()
+        trunk, hidden = [*self._adapted.trunk], list(ids)
+        tapes: list[Tape] = []
+        look_up: Callable[[Tensor, int], Tensor] | None = None
+        with ExitStack() as held:
+            if trunk[0].is_table:
+                table = trunk.pop(0)
+                held.enter_context(self._visits.visit(table))
+                hidden = [each.to("cpu") for each in ids]  # now, while there is nothing to wait for
+                look_up = partial(self._compute.run, table, {})
+            first = len(trunk) - len(self._adapted.backward)
+            for place, stage in enumerate(trunk):
+                params = self._adapters.get(stage.name, {})
+                kept = place if place >= first else None
+                given = (stage, self._compute, params, hidden, away, kept)
+                with self._visits.visit(stage), self._measured_forward():
+                    tapes.append(AwayTape(*given, before=look_up))
+                look_up = None
+        return tapes
+
+    def _measured_forward(self) -> AbstractContextManager[None]:
+        return self._compute.clock.measure("forward_kernel_seconds")
 
 
 class AdapterStep:
@@ -148,7 +173,11 @@ class AdapterStep:
                 drop_keys=self._drop_keys(len(batches)),
                 at_end=updates.bring,
             )
-            ready = {each.stage.name: each for each in gradients.run(batches)}
+            try:
+                ready = {each.stage.name: each for each in gradients.run(batches)}
+            except NonFiniteError:
+                updates.forget()
+                raise
         names = [stage.name for stage in model.owners]
         norms = torch.stack([total_norm([gradients.norms[name]]) for name in names]).tolist()
         scales = self._scales(gradients, names)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardb import ShardView, torch_adaptor
+from shardb import ShardView, StagedShard, torch_adaptor
 from trainer.backward import StageGradients
 from trainer.lora.forms import SlotForm
 from trainer.lora.model import AdaptedModel
@@ -40,6 +40,9 @@ class Updates:
     def bring(self) -> None:
         """Begin to bring old values in: the backward pass is asked for, and may still run."""
 
+    def forget(self) -> None:
+        """Drop what `bring` made: there will be no update."""
+
     def update(self, ready: Sequence[StageGradients], scales: Mapping[str, float]) -> None:
         """Stage the next version of every adapter and its state."""
         for each in ready:
@@ -57,7 +60,7 @@ class Updates:
 class _Old:
     form: SlotForm
     image: Tensor
-    states: Mapping[str, ShardView]
+    staged: Mapping[str, StagedShard]
 
 
 class UpdatesAtOnce(Updates):
@@ -78,13 +81,24 @@ class UpdatesAtOnce(Updates):
     def bring(self) -> None:
         """See `Updates`."""
         states = {name: self._txn.read(f"optim/{name}") for name in self._views}
-        stored = {}
-        for kind, views in (("adapters", self._views), ("optim", states)):
-            for stage, view in views.items():
-                for name, tensor in torch_adaptor.tensors(view).items():
-                    stored[f"{kind}/{stage}:{name}"] = tensor
+        shards = {f"adapters/{name}": view for name, view in self._views.items()}
+        shards |= {f"optim/{name}": view for name, view in states.items()}
+        stored = {
+            f"{shard}:{name}": tensor
+            for shard, view in shards.items()
+            for name, tensor in torch_adaptor.tensors(view).items()
+        }
         form, image = self._copies.to_device(stored)
-        self._old = _Old(form=form, image=image, states=states)
+        # Staging takes a host a while, and here the device has work.
+        staged = {shard: self._txn.stage(shard, like=view) for shard, view in shards.items()}
+        self._old = _Old(form=form, image=image, staged=staged)
+
+    def forget(self) -> None:
+        """See `Updates`."""
+        if self._old is not None:
+            for shard in self._old.staged:
+                self._txn.discard(shard)
+            self._old = None
 
     def update(self, ready: Sequence[StageGradients], scales: Mapping[str, float]) -> None:
         """See `Updates`."""
@@ -114,16 +128,12 @@ class UpdatesAtOnce(Updates):
                     step=self._order.step,
                 ),
             )
-        self._stage(self._copies.to_host(old.form, image), old.states)
+        found = self._copies.to_host(old.form, image)
+        for shard, staged in old.staged.items():
+            for name, tensor in torch_adaptor.tensors(staged).items():
+                copy_small(found[f"{shard}:{name}"], tensor)
+            staged.seal()
         self._old = None
-
-    def _stage(self, found: Mapping[str, Tensor], states: Mapping[str, ShardView]) -> None:
-        for kind, views in (("adapters", self._views), ("optim", states)):
-            for stage, view in views.items():
-                staged = self._txn.stage(f"{kind}/{stage}", like=view)
-                for name, tensor in torch_adaptor.tensors(staged).items():
-                    copy_small(found[f"{kind}/{stage}:{name}"], tensor)
-                staged.seal()
 
 
 def _of(kind: str, stages: set[str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -234,3 +234,14 @@ def test_updates_at_once_are_those_of_one_shard_after_the_other(
         staged.append(((result.loss, result.grad_norm, result.shard_norms), tensors))
     assert staged[0][0] == staged[1][0]
     assert are_same(staged[1][1], staged[0][1])
+
+
+def test_a_step_that_is_not_finite_leaves_nothing_staged(store: Path) -> None:
+    engine = fed_engine(store)
+    with shardb.open(store) as opened, opened.begin() as txn:
+        before = txn.names()
+        with pytest.raises(NonFiniteError):
+            engine.train_step(txn, ROWS, step=2, learning_rate=1e-2, loss_scale=float("inf"))
+        assert txn.names() == before
+        found = engine.train_step(txn, ROWS, step=2, learning_rate=1e-2)
+        assert found.updated_shards == len(BLOCKS)
