@@ -3,7 +3,8 @@
     python -m tools.bench.lora_soup (--package DIR | --geometry H,L,F,V) [--rows DIR]
            [--device cpu|cuda] [--dtype fp32|bf16] [--quant none|nf4] [--seq-len 256,…]
            [--micro-batch 1] [--accumulation 1,4] [--rank 8] [--targets q_proj,v_proj]
-           [--rounds 3] [--threads 1] [--compile] [--work DIR] [--markdown FILE]
+           [--rounds 3] [--threads 1] [--compile] [--placement vram|host] [--chunk 4096]
+           [--work DIR] [--markdown FILE]
 
 Owns the protocol: the same package, rows, first adapters, AdamW and number of threads on both
 sides, each in a process of its own that waits while the other steps; within a round each side makes
@@ -102,6 +103,8 @@ def parsed() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--compile", action="store_true", help="our blocks compiled")
+    parser.add_argument("--placement", choices=("vram", "host"), default="vram")
+    parser.add_argument("--chunk", type=int, default=4096, help="tokens whose logits we have")
     parser.add_argument("--work", type=Path)
     parser.add_argument("--markdown", type=Path)
     asked = parser.parse_args()
@@ -150,7 +153,10 @@ def random_package(out: Path, geometry: Sequence[int], dtype: str) -> Path:
 
 def measured(asked: argparse.Namespace, package: Path, work: Path) -> dict[str, Arm]:
     """Start both sides and have them step in turns."""
-    names = ("device", "dtype", "quant", "rank", "targets", "threads", "compile")
+    names = (
+        *("device", "dtype", "quant", "rank", "targets", "threads"),
+        *("compile", "placement", "chunk"),
+    )
     plan = {name: getattr(asked, name) for name in names}
     plan |= {"package": str(package), "work": str(work)}
     arms = {}
@@ -213,7 +219,7 @@ def markdown(asked: argparse.Namespace, arms: dict[str, Arm]) -> tuple[str, bool
     title = (
         f"{asked.device}, {asked.dtype}, base {asked.quant}, rank {asked.rank} on"
         f" {','.join(asked.targets)}, {asked.micro_batch} rows a micro-batch,"
-        f" {asked.rounds} rounds{', our blocks compiled' if asked.compile else ''}; made ready in"
+        f" {asked.rounds} rounds{_ways(asked)}; made ready in"
         f" {arms['ours'].ready_seconds:.1f} /"
         f" {arms['soup'].ready_seconds:.1f} s"
     )
@@ -244,6 +250,12 @@ def markdown(asked: argparse.Namespace, arms: dict[str, Arm]) -> tuple[str, bool
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join([*lines, "", ""]), worst <= LOSS_GAP_MAX[asked.dtype]
+
+
+def _ways(asked: argparse.Namespace) -> str:
+    """Say what is ours alone."""
+    found = f", ours with {asked.chunk} logits at once and stages' inputs in {asked.placement}"
+    return found + (", blocks compiled" if asked.compile else "")
 
 
 def _spread(values: Sequence[float], digits: int) -> str:
