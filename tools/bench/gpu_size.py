@@ -48,6 +48,7 @@ STATE = "bf16"
 COPIES = 2  # the commit that is kept, and the step in work
 # Budgets are filled, and more is compiled and recorded, up to the sixth step.
 STEADY_STEP = 7
+WARMUP_STEPS = 4
 # Each of the processes that compile takes half a GiB.
 ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
 TERMINATED = 128 + signal.SIGTERM
@@ -81,6 +82,12 @@ def write_rows(folder: Path, vocabulary: int, seq_len: int, rows: int) -> Path:
     return folder
 
 
+def tokens_per_step(arguments: argparse.Namespace) -> int:
+    """Give the tokens of a step."""
+    tokens: int = arguments.micro_batch_size * arguments.accumulation * arguments.seq_len
+    return tokens
+
+
 def flags_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """Give the flags of the run that are not places."""
     return {
@@ -98,6 +105,7 @@ def flags_of(arguments: argparse.Namespace) -> dict[str, Any]:
         "gradient_accumulation_steps": arguments.accumulation,
         "lm_head_chunk_tokens": arguments.chunk,
         "learning_rate": arguments.learning_rate,
+        "warmup_tokens": WARMUP_STEPS * tokens_per_step(arguments),
         "max_grad_norm": arguments.max_grad_norm,
         "max_steps": arguments.steps,
         "validate_every": 0,
@@ -222,7 +230,7 @@ def summary(
     seconds = statistics.median(line["seconds"] for line in steady)
     rates = json.loads((store / "logs" / FILE_NAME).read_text(encoding="utf-8"))
     matmul = next(iter(rates.values()))["matmul_flops_per_second"]
-    tokens = arguments.micro_batch_size * arguments.accumulation * arguments.seq_len
+    tokens = tokens_per_step(arguments)
     count = parameter_count(model)
     budget = size_of(arguments.vram_budget, "--vram-budget")
     return {
@@ -332,8 +340,8 @@ def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--mount-gib", type=int, default=0, help="mount a RAM disk of so many GiB in --ram-disk"
     )
-    parser.add_argument("--threads", type=int, default=8, help="that make files beforehand")
-    parser.add_argument("--limit-seconds", type=float, default=210.0)
+    parser.add_argument("--threads", type=int, default=12, help="that make files beforehand")
+    parser.add_argument("--limit-seconds", type=float, default=205.0)
     parser.add_argument("--json", type=Path)
     return parser.parse_args(words)
 

@@ -23,8 +23,6 @@ from pathlib import Path
 from shardb.filesystem import CREATE, EXCLUSIVE, WRITE, RealFileSystem, opened, write_all
 
 GIB = 1 << 30
-# Pages of 2 MiB where the kernel has them for files in memory: fewer to touch and to lock.
-MOUNT_OPTIONS = ("huge=always", "")
 WATCH_SECONDS = 1.0
 ZEROS = bytes(16 << 20)
 # While less than this is available, a file waits so long for more.
@@ -47,22 +45,24 @@ def ram_disk(parent: Path, gib: int, say: Callable[[str], None]) -> Iterator[Pat
 
 
 def _mount(folder: Path, gib: int, say: Callable[[str], None]) -> bool:
-    for more in MOUNT_OPTIONS:
-        options = ",".join(filter(None, (f"size={gib}G", more)))
-        words = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
-        try:
-            done = subprocess.run(words, check=False, capture_output=True, text=True)
-        except OSError as error:
-            say(f"no mount: {error}")
-            return False
-        if done.returncode == 0:
-            say(f"mounted {folder} with {options}")
-            return True
-        say(f"no mount with {options}: {done.stderr.strip()}")
-    words = ["mount", "-o", f"remount,size={gib}G", str(folder.parent)]
-    done = subprocess.run(words, check=False, capture_output=True, text=True)
-    say(f"{' '.join(words)}: {done.stderr.strip() or done.returncode}")
+    """Mount a RAM disk on a folder; False where that cannot be, after making the one around larger.
+
+    Its pages are of 4 KiB: with larger ones locking was never tried.
+    """
+    if _told(["mount", "-t", "tmpfs", "-o", f"size={gib}G", "tmpfs", str(folder)], say):
+        return True
+    _told(["mount", "-o", f"remount,size={gib}G", str(folder.parent)], say)
     return False
+
+
+def _told(words: Sequence[str], say: Callable[[str], None]) -> bool:
+    try:
+        done = subprocess.run(words, check=False, capture_output=True, text=True)
+    except OSError as error:
+        say(f"{' '.join(words)}: {error}")
+        return False
+    say(f"{' '.join(words)}: {done.stderr.strip() or 'done'}")
+    return done.returncode == 0
 
 
 class SpareFiles:
