@@ -129,20 +129,18 @@ def clone(
     policy = branching.policy_of(source)
     if branching.policy_of(target) != policy:
         branching.set_policy(target, policy)
+    # Told as they arrive: on a full disk the target's index is behind its log.
+    cloned = Cloned(branches={}, snapshots={})
     for name in wanted_branches:
         with told_if_gone(source.root, f"branch {name!r}"):
             if retained:
                 _copy_line(source, target, name, tally)
             with source.at(branch=name) as view:  # a live writer retires heads: look, and lease
-                copy_leased(source, view, target, name, tally=tally)
+                cloned.branches[name] = copy_leased(source, view, target, name, tally=tally)
     for name in wanted_snapshots:
         with told_if_gone(source.root, f"snapshot {name!r}"):
-            copy_snapshot(source, target, name, tally=tally)
-    copied_branches, copied_snapshots = target.branches(), target.snapshots()
-    return Cloned(
-        branches={name: copied_branches[name] for name in wanted_branches},
-        snapshots={name: copied_snapshots[name] for name in wanted_snapshots},
-    )
+            cloned.snapshots[name] = copy_snapshot(source, target, name, tally=tally)
+    return cloned
 
 
 def chosen(what: str, wanted: Iterable[str] | None, existing: Mapping[str, object]) -> list[str]:

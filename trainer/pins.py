@@ -57,7 +57,8 @@ def drop(store: Store, name: str) -> None:
 def beaten_bests(snapshots: Mapping[str, Commit], name: str, branch: str) -> list[str]:
     """Name the bests of a branch that the one called `name` beats on the same rows."""
     pattern = re.compile(re.escape(_prefix(branch)) + r"best-step-\d+")
-    new = _own_best(snapshots[name])
+    pinned = snapshots.get(name)  # not there yet where the index cannot be written: it is behind
+    new = None if pinned is None else _own_best(pinned)
     if new is None or not pattern.fullmatch(name):
         return []
     return [

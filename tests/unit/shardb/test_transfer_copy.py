@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from shardb.pack import pack_snapshots
 from shardb.retention import Policy
 from shardb.state import Tables
 from shardb.transfer import clone, copy_commit, copy_snapshot
-from shardb.transfer_tally import Counts, Tally
+from shardb.transfer_tally import Tally
 from tests.support.transfer_stores import commit, contents, tables, told_steps
 
 
@@ -359,51 +359,3 @@ def test_is_a_packed_object_copied_whole(target: shardb.Store, quick_path: Path)
         assert pack_snapshots(source).objects
         copy_snapshot(source, target, "step-1")
     assert contents(target, "step-1") == expected
-
-
-def meanwhile(act: Callable[[], object]) -> Tally:
-    """A tally that does something once, as soon as the first object has arrived."""
-    waiting = [act]
-
-    def observe(counts: Counts) -> None:
-        if counts.objects_done and waiting:
-            waiting.pop()()
-
-    return Tally(observe)
-
-
-def test_does_a_clone_say_that_a_snapshot_was_removed_meanwhile(
-    source: shardb.Store, target: shardb.Store
-) -> None:
-    source.create_snapshot("two", "step-2")
-    source.create_snapshot("three", "step-3")
-    removing = meanwhile(lambda: branching.delete_snapshot(source, "two"))
-    with pytest.raises(ConflictError, match="'two', or a commit of it, went while"):
-        clone(source, target, tally=removing)
-    assert set(clone(source, target).snapshots) == {"three"}
-
-
-@pytest.mark.parametrize("retained", [False, True])
-def test_does_a_clone_beside_a_trainer_have_a_newer_head(
-    source: shardb.Store, target: shardb.Store, retained: bool
-) -> None:
-    """The head that was there when it began may be retired when its turn comes."""
-    branching.create_branch(source, "experiment", "step-2")
-
-    def go_on() -> None:
-        for step in range(3, 9):
-            commit(source, step, branch="main" if step > 3 else "experiment")
-
-    cloned = clone(source, target, tally=meanwhile(go_on), retained=retained)
-    assert cloned.branches["main"].step == 8 or cloned.branches["experiment"].step == 3
-    assert contents(target, "main")
-
-
-def test_does_a_clone_say_that_a_branch_was_removed_meanwhile(
-    source: shardb.Store, target: shardb.Store
-) -> None:
-    branching.create_branch(source, "other", "step-2")
-    branching.create_branch(source, "zoo", "step-2")
-    removing = meanwhile(lambda: branching.delete_branch(source, "zoo"))
-    with pytest.raises(ConflictError, match="branch 'zoo', or a commit of it, went"):
-        clone(source, target, tally=removing, retained=True)

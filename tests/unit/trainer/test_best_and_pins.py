@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
 
 import shardb
+from shardb.errors import StorageFullError
 from trainer.best import Best, best_after
 from trainer.pins import beaten_bests, drop, pin, pins_of
 from trainer.recipe import Settings
@@ -130,3 +132,20 @@ def test_a_name_that_pins_another_commit_is_left_and_told(store: shardb.Store) -
     drop(store, "mine")
     drop(store, "mine")
     assert store.snapshots() == {}
+
+
+def test_is_a_snapshot_kept_whose_index_cannot_be_written(
+    store: shardb.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its record is in the log, and the index is caught up when there is room again."""
+    made = commit(store, 5, Best(loss=3.0, step=5, measure="rows"))
+
+    def refuse(_: object) -> NoReturn:
+        raise StorageFullError("no space for the index")
+
+    monkeypatch.setattr(store.index, "write", refuse)
+    assert pin(store, made, "best-step-5", "main") is None
+    assert store.snapshots() == {}
+    monkeypatch.undo()
+    pin(store, commit(store, 9, Best(loss=2.0, step=9, measure="rows")), "best-step-9", "main")
+    assert list(store.snapshots()) == ["best-step-9"]
