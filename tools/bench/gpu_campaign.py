@@ -34,6 +34,7 @@ STOPPED = 124
 PART_SECONDS = 560
 PARITY = (
     "tests/parity/test_pipeline_equals_resident.py",
+    "tests/parity/test_pipeline_encoded_state.py",
     "tests/parity/test_compiled_equals_resident_cuda.py",
     "tests/parity/test_streamed_equals_resident_cuda.py",
     "tests/parity/test_real_layer_sizes_cuda.py",
