@@ -6,8 +6,9 @@ would allow if nothing else took time and they ran beside one another; the lower
 half that rate, and copies after them. Reading from a disk is not in it.
 
 Formula: each matrix of a block is multiplied with three times a token, forward, again, and back to
-its input, 2 operations a weight each; the head twice; no gradient of a weight is taken. Attention
-as in `trainer.ceiling`, and once more for the second forward pass.
+its input, 2 operations a weight each, one that is only added to the output twice; the head twice;
+no gradient of a weight is taken. Attention as in `trainer.ceiling`, and once more for the second
+forward pass.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ HALF = 0.5
 VISITS = 2
 # Forward, again, back to the input; for an adapter also back to itself, each 2 a number.
 BLOCK_OPERATIONS, ADAPTER_OPERATIONS, HEAD_OPERATIONS, ATTENTION_OPERATIONS = 6, 8, 4, 16
+SPARED_OPERATIONS = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +57,11 @@ def token_operations(recipe: Recipe, lora: LoraSettings) -> float:
     multiplied = sum(
         math.prod(shape) for stage in trunk for shape in linear_modules(stage).values()
     )
+    spared = sum(
+        math.prod(stage.parameters[stage.added_last].shape)
+        for stage in trunk
+        if stage.added_last is not None
+    )
     added = sum(
         math.prod(parameter.shape)
         for stage in trunk
@@ -63,6 +70,7 @@ def token_operations(recipe: Recipe, lora: LoraSettings) -> float:
     attention = model.num_layers * model.num_heads * model.head_dim * recipe.seq_len
     return float(
         BLOCK_OPERATIONS * multiplied
+        - SPARED_OPERATIONS * spared
         + ADAPTER_OPERATIONS * added
         + HEAD_OPERATIONS * model.vocab_size * model.hidden_size
         + ATTENTION_OPERATIONS * attention

@@ -16,6 +16,7 @@ from trainer.errors import InputError
 from trainer.found import find_run
 from trainer.lora.base_tier import DISK_CACHE_BYTES, chosen_tier, tier_text
 from trainer.lora.forecast import Bracket, bracket, token_operations
+from trainer.model.stages import Block
 from trainer.plan import Plan, make_plan
 
 NVME = Disk(kind="nvme", why="nvme0n1")
@@ -110,3 +111,14 @@ def test_the_bracket_is_of_operations_and_copies(asked: list[str]) -> None:
     assert copied.least < copied.most
     more = settings_of("llama", rank=8)
     assert token_operations(recipe, more) > token_operations(recipe, lora)
+
+
+def test_a_product_that_is_only_added_to_the_output_counts_twice(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, lora = plan_of(asked).recipe, settings_of("llama")
+    model = recipe.model
+    spared = token_operations(recipe, lora)
+    monkeypatch.setattr(Block, "added_last", None)
+    last = model.num_layers * model.hidden_size * model.intermediate_size
+    assert token_operations(recipe, lora) - spared == 2 * last
