@@ -45,6 +45,8 @@ class Late(Pipelined):
         if step == 2:
             assert self.engine.pipeline is not None
             self.engine.pipeline.keep_resident(RESIDENTS)
+            # Where hidden states are on the host, more of them are asked for ahead.
+            self.engine.pipeline.boundaries.grow(7)
         return result
 
 

@@ -64,6 +64,14 @@ class OnDevice:
     def done(self) -> None:
         """It was dropped when it was taken."""
 
+    @property
+    def slot_bytes(self) -> int:
+        """There are no slots."""
+        return 0
+
+    def grow(self, slots: int) -> None:
+        """There are none."""
+
 
 class OnHost:
     """Keeps them in page-locked host memory."""
@@ -115,6 +123,16 @@ class OnHost:
         self._taken = None
         self._fetch()
 
+    @property
+    def slot_bytes(self) -> int:
+        """Give what one more slot takes, once it is known."""
+        return 0 if self._ring is None else self._ring.slot_bytes
+
+    def grow(self, slots: int) -> None:
+        """Have at least so many slots, once it is known how large they are."""
+        assert self._ring is not None, "slots are as large as what is kept in them"
+        self._ring.grow(slots)
+
     def _fetch(self) -> None:
         while self._wanted and self._opened(self._wanted[0]).has_room:
             key = self._wanted.popleft()
@@ -150,7 +168,7 @@ class OnHost:
 
 def new_boundaries(
     lanes: Lanes, device: Device, *, on_host: bool, slots: int, poison: bool
-) -> Boundaries:
+) -> OnDevice | OnHost:
     """Give where activations wait."""
     if on_host:
         return OnHost(lanes, device, slots=slots, poison=poison)

@@ -27,16 +27,19 @@ class PipelineSizes:
     more_gradient_slots, more_tile_slots: how many there are at most where a budget has room for
         them but not for every stage: then updates need not wait for copies out, nor the replay for
         updates;
+    more_boundary_slots: how many of those there are where a budget has room: then a stage's hidden
+        states are asked for a stage ahead, and wait behind no other copies in;
     margin_bytes: left free when a budget is filled.
     """
 
     params_slots: int = 3
     gradient_slots: int = 2
-    tile_slots: int = 6
-    tile_elements: int = 4 << 20
+    tile_slots: int = 3
+    tile_elements: int = 8 << 20
     boundary_slots: int = 3
     more_gradient_slots: int = 3
-    more_tile_slots: int = 12
+    more_tile_slots: int = 6
+    more_boundary_slots: int = 8
     margin_bytes: int = 16 << 20
 
 
@@ -57,6 +60,11 @@ def growth_bytes(shapes: Sequence[StageShape], sizes: PipelineSizes) -> tuple[in
     gradients = max(0, sizes.more_gradient_slots - sizes.gradient_slots)
     tiles = max(0, sizes.more_tile_slots - sizes.tile_slots)
     return tiles * tile, ITEM_BYTES * gradients * largest
+
+
+def boundary_growth_bytes(sizes: PipelineSizes, slot_bytes: int) -> int:
+    """Give what more slots of hidden states take."""
+    return slot_bytes * max(0, sizes.more_boundary_slots - sizes.boundary_slots)
 
 
 def spending(shapes: Mapping[str, StageShape], sizes: PipelineSizes, spare_bytes: int) -> Spending:

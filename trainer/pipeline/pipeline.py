@@ -17,9 +17,10 @@ from trainer.model.stages import Stage
 from trainer.optimizers.adamw import STATE_NAMES, AdamW
 from trainer.optimizers.encoded_adamw import EncodedAdamW
 from trainer.options import EngineOptions
-from trainer.pipeline.boundaries import Boundaries, new_boundaries
+from trainer.pipeline.boundaries import OnDevice, OnHost, new_boundaries
 from trainer.pipeline.footprint import (
     PipelineSizes,
+    boundary_growth_bytes,
     resident_bytes,
     small_stages,
     spending,
@@ -102,7 +103,7 @@ class Pipeline:
             if settings.gradients == "recompute"
             else GradientBank(self.lanes, model.device, on_host=settings.gradients == "host")
         )
-        self.boundaries: Boundaries = new_boundaries(
+        self.boundaries: OnDevice | OnHost = new_boundaries(
             self.lanes,
             model.device,
             on_host=settings.activations_on_host,
@@ -195,9 +196,14 @@ class Pipeline:
         spare = budget - self.model.device.peak_bytes() - sizes.margin_bytes
         always = small_stages(self.shapes)
         kept = sum(resident_bytes(self.shapes[n]) for n in self.residents if n not in always)
-        chosen = spending(self.shapes, sizes, spare + kept)
-        spare -= chosen.slot_bytes
+        boundaries = boundary_growth_bytes(sizes, self.boundaries.slot_bytes)
+        if boundaries > spare + kept:
+            boundaries = 0
+        chosen = spending(self.shapes, sizes, spare + kept - boundaries)
+        spare -= chosen.slot_bytes + boundaries
         if self.steps_done == FILLING_STEPS[-1] and spare >= 0:
+            if boundaries:
+                self.boundaries.grow(sizes.more_boundary_slots)
             self.tiles.grow(sizes.tile_slots + chosen.more_tiles)
             if chosen.more_gradients:
                 self.gradients.grow(sizes.more_gradient_slots + (1 if self.model.tied else 0))

@@ -227,7 +227,7 @@ class PipelineStep:
                 pipeline.sealer,
                 order,
                 self._residents,
-                2 * pipeline.settings.sizes.tile_elements,
+                pipeline.settings.sizes.tile_elements,
                 activations_on_host=pipeline.settings.activations_on_host,
             ),
             txn=txn,

@@ -12,6 +12,7 @@ import torch
 from tests.support.tiny_model import TINY
 from trainer.device import Device
 from trainer.engine import Engine, EngineOptions
+from trainer.pipeline.boundaries import OnHost
 from trainer.pipeline.footprint import (
     PipelineSizes,
     growth_bytes,
@@ -45,7 +46,7 @@ def needed_of(known: dict[str, StageShape]) -> dict[str, int]:
     return {n: resident_bytes(shape) for n, shape in known.items() if n not in always}
 
 
-@pytest.mark.parametrize(("spare_slots", "slots"), [(0, 6), (1, 7), (5.5, 11), (7, 12)])
+@pytest.mark.parametrize(("spare_slots", "slots"), [(0, 3), (1, 4), (2.5, 5), (4, 6)])
 def test_are_there_as_many_more_tiles_as_a_small_budget_has_room_for(
     spare_slots: float, slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,6 +63,28 @@ def test_are_there_as_many_more_tiles_as_a_small_budget_has_room_for(
         pipeline.fill_budget()
     assert len(pipeline.tiles) == slots
     assert [*pipeline.residents] == ["final_norm"]
+
+
+@pytest.mark.parametrize(("spare_slots", "slots"), [(5, 8), (4, 3)])
+def test_do_hidden_states_on_the_host_get_slots_before_anything_else(
+    spare_slots: int, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = PipelineSettings(sizes=SIZES, activations_on_host=True, vram_budget_bytes=1 << 30)
+    engine = Engine(DEEP, EngineOptions(), Device.from_name("cpu"))
+    engine.use_pipeline(settings)
+    pipeline = engine.pipeline
+    assert isinstance(pipeline, Pipeline)
+    assert isinstance(pipeline.boundaries, OnHost)
+    pipeline.boundaries.keep(0, 0, torch.zeros(5, 7))
+    pipeline.boundaries.begin_replay([(0, 0)])
+    slot_bytes = pipeline.boundaries.slot_bytes
+    assert slot_bytes == 4 * 5 * 7
+    free = SIZES.margin_bytes + spare_slots * slot_bytes
+    monkeypatch.setattr(Device, "peak_bytes", lambda _: (1 << 30) - free)
+    for pipeline.steps_done in FILLING_STEPS:
+        pipeline.fill_budget()
+    assert pipeline.boundaries._ring is not None
+    assert len(pipeline.boundaries._ring) == slots
 
 
 def test_are_slots_left_out_where_every_stage_can_stay() -> None:
