@@ -98,7 +98,7 @@ def explore(
     """Record `workload` and explore its crashes below the directory `scratch`, best on a RAM disk.
 
     `on_point` is told the number of each operation that is done, and the counts so far.
-    `first` knows the operation before which to crash first; without it that is the first of all.
+    `first` knows the operation before which to crash first: without it the first of all.
     `ignore` makes the disk lie about syncs: the control arm, which must give violations.
     """
     root = os.path.join(scratch, "recorded")
@@ -111,13 +111,9 @@ def explore(
         files.shut_down()
         shutil.rmtree(root)
     begin = 0 if first is None else next(o.number for o in files.operations if first(o))
+    recorded = Recorded(files=files, journal=journal, first_point=begin)
     return explore_recorded(
-        Recorded(files=files, journal=journal, first_point=begin),
-        scratch=scratch,
-        limits=limits,
-        seed=seed,
-        audit=audit,
-        on_point=on_point,
+        recorded, scratch=scratch, limits=limits, seed=seed, audit=audit, on_point=on_point
     )
 
 
