@@ -10,9 +10,9 @@ and sealed behind its last byte.
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 from torch import Tensor
 
@@ -62,6 +62,11 @@ class _Part:
     def is_last(self) -> bool:
         return self.start + self.count == self.target.shape.count
 
+    @property
+    def share(self) -> float:
+        """Give which part of its image is written with this one and all before it."""
+        return (self.start + self.count) / self.target.shape.count
+
 
 @dataclass(kw_only=True)
 class Writes:
@@ -78,7 +83,8 @@ class Writes:
     held_share: float
     part_elements: int
     staged: dict[str, StagedImage] = field(default_factory=dict)
-    _held: deque[_Part] = field(default_factory=deque)
+    _held: list[tuple[float, int, _Part]] = field(default_factory=list)
+    _held_before: int = 0
     _held_bytes: int = 0
     _passed_bytes: int = 0
 
@@ -124,13 +130,11 @@ class Writes:
                 self._write(part, Lane.OUT)
             return
         self._written(targets, UNWRITTEN)
-        self._held.extend(parts)
-        self._held_bytes += sum(part.bytes for part in parts)
+        for part in parts:
+            self._hold(part)
         held_bytes_max = min(self.held_bytes_max, int(self.held_share * self._passed_bytes))
         while self._held_bytes > held_bytes_max:
-            part = self._held.popleft()
-            self._held_bytes -= part.bytes
-            self._write(part, Lane.OUT)
+            self._write(self._next_held(), Lane.OUT)
 
     def flush(self) -> None:
         """Write what was held, image by image in turn, behind everything else.
@@ -139,12 +143,21 @@ class Writes:
         """
         if not self._held:
             return
-        # What went out already of the oldest image was asked for in the other lane.
+        # What went out already of these images was asked for in the other lane.
         self.lanes.wait(Lane.OUT_LATER, self.lanes.mark(Lane.OUT))
-        for part in _in_turn(self._held):
-            self._write(part, Lane.OUT_LATER)
-        self._held.clear()
-        self._held_bytes = 0
+        while self._held:
+            self._write(self._next_held(), Lane.OUT_LATER)
+
+    def _hold(self, part: _Part) -> None:
+        heappush(self._held, (part.share, self._held_before, part))
+        self._held_before += 1
+        self._held_bytes += part.bytes
+
+    def _next_held(self) -> _Part:
+        """Take a part of the image that is behind the others: all come to their ends together."""
+        _, _, part = heappop(self._held)
+        self._held_bytes -= part.bytes
+        return part
 
     def _write(self, part: _Part, lane: Lane) -> None:
         self.lanes.wait(lane, part.ready)
@@ -195,18 +208,6 @@ def new_writes(
         held_share=HELD_SHARE,
         part_elements=part_elements,
     )
-
-
-def _in_turn(parts: Sequence[_Part]) -> list[_Part]:
-    """Order parts so that all images come to their ends together."""
-    counts = Counter(id(part.target) for part in parts)
-    done: Counter[int] = Counter()
-    order = []
-    for index, part in enumerate(parts):
-        key = id(part.target)
-        done[key] += 1
-        order.append((done[key] / counts[key], index))
-    return [parts[index] for _, index in sorted(order)]
 
 
 def _copy(target: Tensor, at: int, source: Tensor, start: int, count: int) -> None:
