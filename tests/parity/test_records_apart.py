@@ -145,7 +145,7 @@ def test_a_family_whose_layers_do_not_part_records_is_refused(
         config = read_model(view)
     check_keeps_apart(config)
     unparted = HfModel._asked
-    monkeypatch.setattr(HfModel, "_asked", lambda self, x, device, _: unparted(self, x, device))
+    monkeypatch.setattr(HfModel, "_asked", lambda self, x, _: unparted(self, x))
     with pytest.raises(Exception, match="--attend-across"):
         check_keeps_apart(config)
 
