@@ -19,7 +19,7 @@ import xxhash
 from shardb.buffers import Bytes
 
 # A few milliseconds of one thread.
-PART_BYTES = 16 << 20
+PART_BYTES = 32 << 20
 
 
 class GrowingDigest:
