@@ -6,7 +6,8 @@ checkpointed; the same without the cost of asking for single kernels (`recorded`
 checkpoints. Ratios are taken within a round. Memory is what an arm held at most in its first steps,
 above what was held before it was made, what its recordings use inside included. With --check, the
 run's weights are compared with the resident ones, bit for bit, after the same steps. With --also
-the same run goes on with other settings, timed in turn with the same resident arms.
+the same run goes on with other settings, timed in turn with the same resident arms, or with new
+ones where a step has other tokens.
 `tools.bench.gpu_campaign` makes every published row.
 
     python -m tools.bench.gpu_throughput --data rows/ --model A --vram-budget off,2GiB --json a.json
@@ -92,17 +93,18 @@ class Comparison:
     def __init__(self, arguments: argparse.Namespace, stack: ExitStack) -> None:
         self._arguments = arguments
         self._stack = stack
-        self._runs = stack.enter_context(ExitStack())
+        self.runs = stack.enter_context(ExitStack())
         self._folders: list[Path] = []
         self._arms: dict[str, Arm] = {}
         self._memory: dict[str, int] = {}
         self._products: dict[str, Product] = {}
         self._differences: list[str] = []
 
-    def measure(self) -> Iterator[dict[str, Any]]:
+    def measure(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Make every arm, measure its memory, then time all of them in turn.
 
-        What was measured so far is given before a run goes on with other settings.
+        Each time it gives what was measured last, and with it all that was measured so far, before
+        a run goes on with other settings.
         """
         for budget in self._arguments.vram_budget.split(","):
             name = "train" if budget == "off" else f"train {budget}"
@@ -117,18 +119,22 @@ class Comparison:
             if name in self._arguments.arms.split(","):
                 self._add(name, partial(resident_arm, name, first.plan))
         result = self._result(first, self._timed())
-        yield result
+        yield result, result
         for words in self._arguments.also:
             del first
             first = self._go_on(words)
             more = self._result(first, self._timed())
-            for key in ("rows", "captured_bytes", "predicted_bytes", "lines"):
-                result[key] = more[key] | result[key]
-            yield result
+            if more["tokens_per_step"] != result["tokens_per_step"]:
+                result.setdefault("others", {})[words] = more
+            else:
+                for key in ("rows", "captured_bytes", "predicted_bytes", "lines"):
+                    result[key] = more[key] | result[key]
+            yield more, result
 
     def _go_on(self, words: str) -> Product:
         """End the run and let it go on with other settings."""
-        self._runs.close()
+        before = next(iter(self._products.values())).plan.recipe
+        self.runs.close()
         for name in self._products:
             del self._arms[name]
         self._products.clear()
@@ -136,6 +142,12 @@ class Comparison:
         self._arguments = arguments = self._arguments.anew(words)
         name = f"train {words}"
         self._add(name, partial(self._product, name, arguments.vram_budget))
+        plan = self._products[name].plan
+        if plan.recipe.rows_per_step != before.rows_per_step:
+            for resident in [each for each in self._arms if each != name]:
+                del self._arms[resident]
+                gc.collect()
+                self._add(resident, partial(resident_arm, resident, plan))
         if arguments.trace:
             path = arguments.trace
             trace(
@@ -156,7 +168,7 @@ class Comparison:
         if budget != "off" and held:
             budget = str(held + size_of(budget, "--vram-budget"))
         store, active = self._folders
-        made = Product(self._runs, given_of(arguments, store, active, budget))
+        made = Product(self.runs, given_of(arguments, store, active, budget))
         self._products[name] = made
         return Arm(step=made.step, device=made.run.engine.device)
 
@@ -302,10 +314,12 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = arguments_of(words)
     try:
         with ExitStack() as stack:
-            for result in Comparison(arguments, stack).measure():
-                print_table(result)
-                if arguments.json:
-                    arguments.json.write_text(json.dumps(result, default=str))
+            comparison = Comparison(arguments, stack)
+            with comparison.runs:  # they end before their folders do
+                for shown, result in comparison.measure():
+                    print_table(shown)
+                    if arguments.json:
+                        arguments.json.write_text(json.dumps(result, default=str))
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
