@@ -41,7 +41,7 @@ def check_store(
 
     `verified` says when an object was last found good, `on_verified` is told of each that is now:
     with a budget, those that were not looked at for longest come first. Raises NotFoundError where
-    there is no store, FormatError for one of a newer version, and CorruptionError where the
+    there is no store, FormatError for one of a newer version, and StorageFailedError where the
     storage refuses to show it at all.
     """
     reading = Reading(verified=verified or {}, on_progress=on_progress, on_verified=on_verified)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 from dataclasses import dataclass
 
-from shardb.errors import CorruptionError
+from shardb.errors import StorageFailedError
 from shardb.filesystem import READ, FileSystem, opened, read_file
 from shardb.format import DIRECTORIES
 from shardb.history import quiet_log, read_newest
@@ -40,7 +40,7 @@ class View:
 
 
 def take_view(files: FileSystem, root: str) -> View:
-    """Look at a store; CorruptionError when the storage refuses to show even its directories."""
+    """Look at a store; StorageFailedError when the storage refuses to show even its directories."""
     log = Log(files, f"{root}/wal")
     try:
         with quiet_log(files, root):
@@ -58,10 +58,10 @@ def take_view(files: FileSystem, root: str) -> View:
         raise refused(files, root, error) from error
 
 
-def refused(files: FileSystem, root: str, error: OSError) -> CorruptionError:
-    """The error of storage that does not show what lies in a store."""
+def refused(files: FileSystem, root: str, error: OSError) -> StorageFailedError:
+    """The error of storage that does not show what lies in a store: that may be whole."""
     where = error.filename or root
-    return CorruptionError(f"{where}: cannot be read: {reason(files, error)}", path=where)
+    return StorageFailedError(f"{where}: cannot be read: {reason(files, error)}", path=where)
 
 
 def _list(files: FileSystem, root: str, name: str) -> list[str] | None:

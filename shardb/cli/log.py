@@ -88,7 +88,8 @@ def log(
     if json:
         _print_json(rows, metrics)
     elif not rows:
-        print(f"{root}: no commit{' there' if since else ' yet'}")
+        none = "no commit of it can be read" if timeline.faults else "no commit yet"
+        print(f"{root}: {'no commit there' if since else none}")
     elif plot:
         _print_plots(rows, metrics)
     else:

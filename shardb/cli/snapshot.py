@@ -10,7 +10,7 @@ import shardb
 from shardb.branching import delete_snapshot
 from shardb.cli.places import JsonOption, NetworkOption, StoreArgument, split_store, store_path
 from shardb.cli.printing import in_local_time, print_json, print_table
-from shardb.errors import CorruptionError, UsageError
+from shardb.errors import CorruptionError, StorageFailedError, UsageError
 from shardb.fsck_objects import check_object
 from shardb.read_only import open_to_look
 
@@ -72,7 +72,7 @@ def snapshot(
 
 
 def _verify(store: shardb.Store, name: str, *, keep: bool) -> None:
-    """Read every object of a snapshot; unless `keep`, delete it when one is damaged.
+    """Read every object of a snapshot; unless `keep`, delete it when one is not as committed.
 
     It is pinned first: beside a fast run the commit would be gone before its last object is read.
     """
@@ -80,7 +80,7 @@ def _verify(store: shardb.Store, name: str, *, keep: bool) -> None:
         with store.snapshot(name) as view:
             for shard, entry in view.commit.shards.items():
                 check_object(store.files, store.root, shard, entry)
-    except CorruptionError:
+    except (CorruptionError, StorageFailedError):
         if not keep:
             delete_snapshot(store, name)
         raise

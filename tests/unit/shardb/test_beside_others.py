@@ -17,7 +17,7 @@ import shardb
 from shardb import history, reserve
 from shardb import locks as locks_module
 from shardb.branching import delete_snapshot, rewind
-from shardb.errors import ConflictError, CorruptionError, StorageFullError
+from shardb.errors import ConflictError, StorageFailedError, StorageFullError
 from shardb.filesystem import RealFileSystem
 from shardb.fsck import check_store
 from shardb.fsck_view import take_view
@@ -115,7 +115,7 @@ def test_is_a_foreign_file_among_spare_ones_told_and_left(run: Path) -> None:
 def test_is_a_check_refused_that_the_storage_fails(run: Path, fault: dict[str, Any]) -> None:
     if "branch" in fault["path_contains"]:
         (run / "spare/staged.main.0123").write_bytes(b"x")
-    with pytest.raises((OSError, CorruptionError), match="Input/output error"):
+    with pytest.raises((OSError, StorageFailedError), match="Input/output error"):
         check_store(failing(run, **fault), str(run))
 
 

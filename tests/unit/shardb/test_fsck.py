@@ -13,7 +13,7 @@ import pytest
 
 import shardb
 from shardb.branching import rewind
-from shardb.errors import CorruptionError, FormatError, NotFoundError, ShardbError
+from shardb.errors import FormatError, NotFoundError, ShardbError, StorageFailedError
 from shardb.filesystem import RealFileSystem
 from shardb.findings import KINDS, Finding
 from shardb.format import encode_format
@@ -166,7 +166,7 @@ def test_is_no_store_told_from_a_damaged_one(tmp_path: Path) -> None:
 def test_is_a_store_that_cannot_be_listed_refused(run: Path, nth: int) -> None:
     fault = Fault(operation="list", nth=nth, error=errno.EIO, path_contains="/spare")
     files = RecordingFileSystem(str(run), fault=fault)
-    with pytest.raises(CorruptionError, match="cannot be read: Input/output error"):
+    with pytest.raises(StorageFailedError, match="cannot be read: Input/output error"):
         check_store(files, str(run))
 
 
@@ -175,7 +175,7 @@ def test_is_a_store_of_somebody_else_refused(run: Path) -> None:
     run.chmod(0o700)
     os.seteuid(65534)
     try:
-        with pytest.raises(CorruptionError, match="Permission denied"):
+        with pytest.raises(StorageFailedError, match="Permission denied"):
             fsck(run)
     finally:
         os.seteuid(0)

@@ -6,20 +6,22 @@ import errno
 import os
 import shlex
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import shardb
 from shardb.cli import run as run_command
-from shardb.errors import CorruptionError, StorageFailedError
+from shardb.errors import StorageFailedError
 from shardb.filesystem import RealFileSystem
 from shardb.findings import Finding
 from shardb.fsck import check_store
 from shardb.fsck_objects import check_object
 from shardb.gc import UNREFERENCED, collect_garbage
+from shardb.read_only import open_to_look
 from shardb.records import new_record
+from shardb.repair import repair
 from shardb.storage_errors import reason
 from shardb.testing.operations import Fault
 from shardb.testing.recording import RecordingFileSystem
@@ -57,11 +59,32 @@ def test_is_a_log_made_readable_by_what_a_check_says(run: Path, nobody: None) ->
     assert seen(run, last_segment(run)).kind == "log_unreadable"
 
 
+@pytest.mark.parametrize("name", ["wal", "index", "index/data.mdb", "objects", "FORMAT"])
+def test_has_what_may_not_be_read_one_exit_code(run: Path, nobody: None, name: str) -> None:
+    (run / name).chmod(0)
+    acts: list[Callable[[], object]] = [lambda: fsck(run), lambda: repair(str(run))]
+    if name != "objects":  # they are needed when one is read
+        acts += [lambda: open_to_look(str(run)), lambda: shardb.open(run)]
+    for act in acts:
+        with pytest.raises(StorageFailedError, match="run this as its owner, or chmod"):
+            act()
+
+
+def test_is_a_log_that_is_not_shown_not_called_empty(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    segment = last_segment(run)
+    segment.unlink()
+    segment.mkdir()
+    assert run_command(["log", str(run)]) == 1
+    assert "no commit of it can be read" in capsys.readouterr().out
+
+
 def test_is_a_check_ended_only_by_what_the_store_needs(run: Path, nobody: None) -> None:
     (run / "logs").mkdir(mode=0)
     assert fsck(run).findings == []
     (run / "FORMAT").chmod(0)
-    with pytest.raises(CorruptionError, match=r"FORMAT: cannot be read: .* or chmod"):
+    with pytest.raises(StorageFailedError, match=r"FORMAT: cannot be read: .* or chmod"):
         fsck(run)
 
 
