@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,14 @@ import torch
 
 from tests.support.tiny_model import TINY, TINY_TIED
 from trainer import ceiling as ceilings
-from trainer.ceiling import FILE_NAME, Ceiling, ceiling_of, measure, step_flops
+from trainer.ceiling import (
+    FILE_NAME,
+    Ceiling,
+    ceiling_of,
+    measure,
+    products_limit_seconds,
+    step_flops,
+)
 from trainer.device import Device
 from trainer.model.stages import parameter_count
 from trainer.recipe import Recipe
@@ -42,6 +50,11 @@ def test_a_measurement_is_a_rate_of_this_machine() -> None:
     found = measure(torch.float32, Device.from_name("cpu"))
     assert 1e8 < found.matmul_flops_per_second < 1e15
     assert 1e8 < found.copy_bytes_per_second < 1e13
+
+
+def test_the_first_product_of_a_gpu_is_not_the_only_one() -> None:
+    assert products_limit_seconds(Device(torch.device("meta"))) == math.inf
+    assert products_limit_seconds(Device.from_name("cpu")) < 1
 
 
 def test_it_is_measured_once_and_again_where_the_recipe_computes_otherwise(
