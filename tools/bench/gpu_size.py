@@ -246,6 +246,7 @@ def summary(
         "matmul_flops_per_second": matmul,
         "ceiling_percent": 100 * operations(model, arguments.seq_len) * tokens / matmul / seconds,
         "ceiling_percent_of_the_log": statistics.median(x["ceiling_percent"] for x in steady),
+        "process_bytes": max(line["host_memory_bytes"] for line in lines),
         "device_peak_bytes": max(line["device_peak_bytes"] for line in lines),
         "resident_bytes": {k: b * count for k, b in RESIDENT_BYTES.items()},
         "largest_resident": {k: budget // b for k, b in RESIDENT_BYTES.items()},
@@ -269,10 +270,12 @@ def summary_text(result: dict[str, Any]) -> str:
         f" {result['tokens_per_second']:,.0f} tokens/s, {result['ceiling_percent']:.1f} % of"
         f" {result['matmul_flops_per_second'] / 1e12:.0f} TFLOP/s\n"
         f"device: {in_bytes(result['device_peak_bytes'])} at most,"
-        f" {in_bytes(result['predicted_bytes'])} predicted;"
+        f" {in_bytes(result['predicted_step_bytes'])} predicted for a step and at most"
+        f" {in_bytes(result['predicted_bytes'])} with what is spent of the budget;"
         f" {in_bytes(result['driver_bytes'])} by the driver\n"
-        f"memory: {in_bytes(result['used_bytes'])} of the machine's"
-        f" {in_bytes(result['total_bytes'])} in use at most\n"
+        f"memory: {in_bytes(result['process_bytes'])} in the process, its store's files included;"
+        f" {in_bytes(result['used_bytes'])} of the machine's {in_bytes(result['total_bytes'])} in"
+        " use at most, by others too\n"
         f"resident training would take {in_bytes(result['resident_bytes']['fp32'])} for weights,"
         f" gradients and moments; in --vram-budget it could train {largest['fp32'] / 1e9:.2f} B"
         f" parameters ({largest['bf16'] / 1e9:.2f} B with bf16 moments), activations aside: by"
@@ -330,8 +333,8 @@ def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--micro-batch-size", type=int, default=8)
     parser.add_argument("--accumulation", type=int, default=4)
     parser.add_argument("--chunk", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=9)
-    parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--learning-rate", type=float, default=3e-5)
     parser.add_argument("--max-grad-norm", type=float, default=1000.0)
     parser.add_argument("--vram-budget", default="7.9GiB")
     parser.add_argument("--pinned-budget", default="118GiB")

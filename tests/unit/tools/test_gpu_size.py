@@ -88,6 +88,7 @@ def test_the_rates_are_of_steps_that_were_not_compiled(tmp_path: Path) -> None:
             "loss": 10.0 - step,
             "ceiling_percent": 50.0,
             "device_peak_bytes": step,
+            "host_memory_bytes": step,
         }
         for step in range(1, 10)
     ]
@@ -96,6 +97,8 @@ def test_the_rates_are_of_steps_that_were_not_compiled(tmp_path: Path) -> None:
     assert found["tokens_per_second"] == 8 * 4 * 64 / 2.0
     assert found["device_peak_bytes"] == 9
     assert found["largest_resident"]["fp32"] == int(7.9 * 2**30) // 16
-    beside = dict.fromkeys(("predicted_bytes", "driver_bytes", "used_bytes", "total_bytes"), 1)
+    beside = dict.fromkeys(
+        ("predicted_bytes", "predicted_step_bytes", "driver_bytes", "used_bytes", "total_bytes"), 1
+    )
     assert "steps [7, 8, 9]: 2.00 s" in summary_text(found | beside)
     assert summary(TINY, lines[:3], tmp_path)["steady_steps"] == [3]
