@@ -141,15 +141,21 @@ class Locks:
             return not self._files.lock(file, exclusive=False, blocking=False)
 
     def writers(self) -> list[dict[str, Any]]:
-        """Branches that somebody writes to now, with the owners, for people."""
+        """Branches that somebody writes to now, with the owners, for people.
+
+        A lock that cannot be asked is left out: `begin` and a check say what is wrong with it.
+        """
         found: list[dict[str, Any]] = []
         for name in list_if_there(self._files, self.directory):
             if not name.startswith("branch-"):
                 continue
-            with opened(self._files, f"{self.directory}/{name}", READ) as file:
-                if self._files.lock(file, exclusive=False, blocking=False):
-                    continue
-                text = self._files.pread(file, 4096, 0)
+            try:
+                with opened(self._files, f"{self.directory}/{name}", READ) as file:
+                    if self._files.lock(file, exclusive=False, blocking=False):
+                        continue
+                    text = self._files.pread(file, 4096, 0)
+            except OSError:
+                continue
             branch = name.removeprefix("branch-").replace("@", "/")
             found.append({"branch": branch, **_owner(text)})
         return found

@@ -10,6 +10,7 @@ A live object is never opened for writing: a retired file leaves `objects/` befo
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import threading
@@ -35,12 +36,14 @@ from shardb.filesystem import (
     FileSystem,
     close_quietly,
     closing,
+    leads_nowhere,
     open_direct,
     opened,
     write_all,
 )
 from shardb.layout import Layout
 from shardb.references import Retired
+from shardb.storage_errors import storage_error
 from shardb.verifying import Verified
 
 OBJECT_SUFFIX = ".safetensors"
@@ -105,6 +108,9 @@ class ObjectFiles:
                 with suppress(FileNotFoundError):
                     return self.open_packed(digest, size_bytes)
         path = self.path(digest)
+        if leads_nowhere(self.files, path):  # what it leads to may be whole
+            lost = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+            raise storage_error(self.files, path, "reading the object", lost)
         raise ObjectMissingError(f"{path}: the object is missing; run `shardb fsck`", path=path)
 
     def _open_image(self, digest: str, size_bytes: int) -> tuple[Layout, Bytes]:

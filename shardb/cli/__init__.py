@@ -38,7 +38,9 @@ from shardb.cli import (
     snapshot,
     transfer,
 )
-from shardb.errors import EXIT_CODES, ShardbError
+from shardb.errors import EXIT_CODES, CorruptionError, ShardbError, StorageFailedError
+from shardb.filesystem import RealFileSystem, leads_nowhere
+from shardb.storage_errors import reason
 
 VERBS: dict[str, Callable[..., Any]] = {
     "init": init.init,
@@ -83,7 +85,12 @@ STORE may be left out: then $SHARDB_STORE is meant, else the current directory i
 All verbs may run beside a live `train`, but `init`, and `repair` of a damaged log.
 """
 INTERRUPTED = 130
-_OS_EXIT_CODES = {errno.ENOSPC: 6, errno.EDQUOT: 6, errno.EIO: 7, errno.ENOENT: 4}
+_OS_EXIT_CODES = {
+    errno.ENOSPC: 6,
+    errno.EDQUOT: 6,
+    errno.ENOENT: 4,
+    **dict.fromkeys((errno.EIO, errno.EACCES, errno.EPERM, errno.EROFS, errno.EXDEV), 7),
+}
 
 
 def main() -> None:
@@ -112,7 +119,7 @@ def run(arguments: list[str]) -> int:
             sys.stdout.close()
         return 0
     except OSError as error:
-        return _fail(_os_error_text(error), _OS_EXIT_CODES.get(error.errno or 0, 3))
+        return _fail(_os_error_text(error), _os_exit_code(error))
     except Exception as error:
         # Usage errors of the command line library know the argument and the nearest name. They are
         # recognised by this method because not every version of the library exports their class.
@@ -140,7 +147,14 @@ def _fail(message: str, code: int) -> int:
 
 def _os_error_text(error: OSError) -> str:
     where = f"{error.filename}: " if error.filename else ""
-    return f"{where}{error.strerror or error}"
+    return f"{where}{reason(RealFileSystem(), error)}"
+
+
+def _os_exit_code(error: OSError) -> int:
+    name = error.filename
+    if isinstance(name, str) and leads_nowhere(RealFileSystem(), name):
+        return StorageFailedError.exit_code  # something is there: it leads to what is not
+    return _OS_EXIT_CODES.get(error.errno or 0, CorruptionError.exit_code)
 
 
 def _whole(

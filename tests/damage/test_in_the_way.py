@@ -9,7 +9,13 @@ import pytest
 
 import shardb
 from shardb.cli import run as run_command
-from shardb.errors import CorruptionError, FormatError, LogTruncatedError, ShardbError
+from shardb.errors import (
+    CorruptionError,
+    FormatError,
+    LogTruncatedError,
+    ShardbError,
+    StorageFailedError,
+)
 from shardb.filesystem import RealFileSystem
 from shardb.findings import Finding
 from shardb.fsck import check_store
@@ -190,3 +196,27 @@ def test_is_a_place_below_a_file_refused(scratch: Path) -> None:
     with pytest.raises(ShardbError, match=r"file/store: .*must be a directory") as caught:
         shardb.open(scratch / "file" / "store", create=True)
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("what", ["dangling", "loop"])
+def test_is_a_whole_store_told_of_whose_branch_lock_is_a_link(
+    run: Path, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(run / "locks/branch-main", what)
+    for staged in run.glob("spare/staged.*"):
+        staged.unlink()  # whose they are would be asked
+    for verb in ("recover", "info"):
+        assert run_command([verb, str(run)]) == 0, capsys.readouterr().err
+    with shardb.open(run) as store, pytest.raises(ShardbError, match="a link that leads nowhere"):
+        store.begin()
+
+
+@pytest.mark.parametrize("what", ["dangling", "loop"])
+def test_is_an_object_that_is_a_link_to_nothing_not_called_missing(
+    specimen: Specimen, run: Path, what: str
+) -> None:
+    with shardb.open(run) as store, store.at() as view:
+        name = next(iter(view.commit.shards))
+        put(run / "objects" / f"{view.commit.shards[name].digest}.safetensors", what)
+        with pytest.raises(StorageFailedError, match="a link that leads nowhere; bring back"):
+            view.read(name)

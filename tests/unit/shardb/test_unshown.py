@@ -236,3 +236,22 @@ def test_is_nobody_sent_to_look_for_what_cannot_have_landed(
 
 def test_is_a_refusal_of_nobody_knows_what_told_as_one() -> None:
     assert "or chmod" in reason(RealFileSystem(), PermissionError(errno.EPERM, "no"))
+
+
+def test_is_an_error_that_nobody_turned_told_as_the_others_are(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run / "link").symlink_to(run / "nowhere")
+
+    def fail(code: int, path: Path) -> int:
+        def act(*_: object, **__: object) -> None:
+            raise OSError(code, os.strerror(code), str(path))
+
+        monkeypatch.setattr("shardb.cli.gc.collect_garbage", act)
+        return run_command(["gc", str(run)])
+
+    codes = {errno.EIO: 7, errno.EACCES: 7, errno.ENOSPC: 6, errno.ENOENT: 4, errno.EBADMSG: 3}
+    assert {code: fail(code, run / "file") for code in codes} == codes
+    assert "or chmod" in capsys.readouterr().err
+    assert fail(errno.ENOENT, run / "link") == 7
+    assert "a link that leads nowhere; bring back" in capsys.readouterr().err
