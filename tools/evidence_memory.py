@@ -42,6 +42,7 @@ from tools.evidence_steps import (
     streamed_options,
     streamed_steps,
 )
+from trainer.device import Device
 from trainer.model.config import ModelConfig
 from trainer.model.presets import preset
 from trainer.options import EngineOptions
@@ -54,6 +55,7 @@ ROWS_MAX = 1536
 BLOCKS_MAX = 32
 OPTIONS = EngineOptions(dtype="bf16", lm_head_chunk_tokens=2048, compile_blocks=True)
 RESIDENT = {"checkpointed": Checkpointed, "whole": Whole}
+Attempt = Callable[[Device, int], None]
 # A device where sizes are measured first, and how many rows.
 ROOMY_GIB = 64
 MEASURED = {"checkpointed": (64, 160), "whole": (8, 24)}
@@ -150,26 +152,25 @@ class RowSearch:
     def found(self, cap: int, way: str) -> dict[str, Any]:
         """Give the most rows that a step takes in one way, and the fewest that are too many."""
         limits = self._limits
+        attempt: Attempt
         if way == "streamed":
-            attempt = partial(
-                streamed_steps, self._store, limits.model, limits.options, limits.device
-            )
+            attempt = partial(streamed_steps, self._store, limits.model, limits.options)
         else:
             trainer = RESIDENT[way](limits.model, limits.options, limits.device)
             attempt = partial(resident_steps, trainer)
         guess = self._line(way, attempt).rows_in(cap * GIB)
-        device = Capped(limits.device, cap * GIB)
         peaks: dict[int, int | None] = {}
 
         def fits(rows: int) -> bool:
-            peaks[rows] = device.tried(partial(attempt, rows))
+            device = Capped(limits.device, cap * GIB)
+            peaks[rows] = device.tried(partial(attempt, device.device, rows))
             return peaks[rows] is not None
 
         good, bad = largest(fits, guess, limits.rows_max, limits)
         told = {"fits": good, "too_many": bad, "peak_bytes": peaks.get(good), "tried": [*peaks]}
         return {"kind": "rows", "cap_gib": cap, "way": way, **told}
 
-    def _line(self, way: str, attempt: Callable[[int], None]) -> Line:
+    def _line(self, way: str, attempt: Attempt) -> Line:
         if way not in self._lines:
             is_streamed = way == "streamed"
             limits = self._limits
@@ -179,11 +180,11 @@ class RowSearch:
         return self._lines[way]
 
 
-def measured_line(way: str, attempt: Callable[[int], None], limits: Limits) -> Line:
+def measured_line(way: str, attempt: Attempt, limits: Limits) -> Line:
     """Measure two sizes on a device that has room."""
     few, many = (min(rows, limits.rows_max + more) for more, rows in enumerate(MEASURED[way]))
     device = Capped(limits.device, ROOMY_GIB * GIB)
-    sizes = [device.tried(partial(attempt, rows)) for rows in (few, many)]
+    sizes = [device.tried(partial(attempt, device.device, rows)) for rows in (few, many)]
     assert None not in sizes, f"{many} rows do not fit into {ROOMY_GIB} GiB"
     return Line(few=few, few_bytes=sizes[0] or 0, many=many, many_bytes=sizes[1] or 0)
 
@@ -195,7 +196,7 @@ def blocks_found(cap: int, limits: Limits) -> dict[str, Any]:
 
     def attempt(blocks: int) -> None:
         model = replace(limits.block, num_layers=blocks)
-        resident_steps(Checkpointed(model, options, limits.device), 1)
+        resident_steps(Checkpointed(model, options, limits.device), device.device, 1)
 
     def fits(blocks: int) -> bool:
         return device.tried(partial(attempt, blocks)) is not None
@@ -251,9 +252,10 @@ def streamed_model(cap: int, limits: Limits, folder: Path, data: Path) -> dict[s
                 product.step()
                 told["losses"] = [line["loss"] for line in product.lines]
                 told["step_seconds"] = [round(line["seconds"], 2) for line in product.lines]
+                told["peak_bytes"] = max(line["device_peak_bytes"] for line in product.lines)
 
-    peak = device.tried(attempt)
-    return {**told, "fits": peak is not None and "why" not in told, "peak_bytes": peak}
+    is_made = device.tried(attempt) is not None
+    return {**told, "fits": is_made and "why" not in told}
 
 
 def parameters_of(model: ModelConfig) -> int:
@@ -298,7 +300,8 @@ def found_sizes(given: argparse.Namespace, limits: Limits) -> Iterator[Callable[
     if given.deep:
         yield from (partial(streamed_model, c, limits, given.memory, given.data) for c in caps)
         return
-    yield from (partial(blocks_found, cap, limits) for cap in caps)
+    if not given.rows_alone:
+        yield from (partial(blocks_found, cap, limits) for cap in caps)
     search = RowSearch(limits)
     yield from (partial(search.found, cap, way) for cap in caps for way in ("streamed", *RESIDENT))
 
@@ -311,6 +314,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--caps", default="4,24,8,12")
     parser.add_argument("--deep", action="store_true", help="train a deep streamed model alone")
+    parser.add_argument("--rows-alone", action="store_true", help="search no models")
     parser.add_argument("--room-gib", type=int, help="host memory that a streamed model may take")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="try the search, on tiny models")

@@ -74,20 +74,23 @@ class Checkpointed(Whole):
 
 
 class Capped:
-    """A device whose memory is capped for this process; on a processor nothing is."""
+    """A device whose memory is capped for this process; on a processor nothing is.
+
+    What is tried through it has to train on `device`: that alone knows what recordings hold.
+    """
 
     def __init__(self, name: str, cap_bytes: int | None = None) -> None:
-        self._device = Device.from_name(name)
+        self.device = Device.from_name(name)
         if cap_bytes is not None:
-            self._device.limit_memory(cap_bytes)
+            self.device.limit_memory(cap_bytes)
 
     def tried(self, attempt: Callable[[], None]) -> int | None:
         """Make an attempt and give the bytes tensors took at most, None where it did not fit."""
         self._forget()
         try:
             attempt()
-            self._device.wait()
-            return self._device.peak_bytes()
+            self.device.wait()
+            return self.device.peak_bytes()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -96,11 +99,11 @@ class Capped:
             self._forget()
 
     def _forget(self) -> None:
-        if not self._device.is_host:
+        if not self.device.is_host:
             # Sizes differ, and so many kinds of one function are not kept.
             torch._dynamo.reset()
         gc.collect()
-        self._device.forget_peak()
+        self.device.forget_peak()
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -121,8 +124,8 @@ def new_store(model: ModelConfig) -> MemoryStore:
     return store
 
 
-def resident_steps(trainer: Whole, rows: int) -> None:
-    """Train a few steps with all of a model in the device's memory."""
+def resident_steps(trainer: Whole, _device: Device, rows: int) -> None:
+    """Train a few steps with all of a model in the device's memory, where it is already."""
     for _ in range(STEPS):
         trainer.step([_ids(trainer.config, rows)], 1e-4)
 
@@ -133,10 +136,10 @@ def streamed_options(options: EngineOptions) -> EngineOptions:
 
 
 def streamed_steps(
-    store: MemoryStore, model: ModelConfig, options: EngineOptions, name: str, rows: int
+    store: MemoryStore, model: ModelConfig, options: EngineOptions, device: Device, rows: int
 ) -> None:
     """Train a few steps through the pipeline, from a store in host memory."""
-    engine = Engine(model, streamed_options(options), Device.from_name(name))
+    engine = Engine(model, streamed_options(options), device)
     engine.use_pipeline(PIPELINE)
     try:
         for step in range(1, STEPS + 1):
