@@ -5,8 +5,8 @@ weights come from. Compiled kernels round otherwise than PyTorch's own, so wheth
 compiled belongs to a run's recipe; the invariant is that of `trainer.model.compiled`: a forward
 pass is always the one that autograd would keep.
 
-A block without an adapter on its last matrix is cut in front of it. That product is added to the
-output and goes nowhere else: who computes the block again for its gradients has no use for it.
+A block is cut in front of its last product. That one is added to the output and goes nowhere else:
+who computes the block again for its gradients has no use for it.
 """
 
 from __future__ import annotations
@@ -58,55 +58,54 @@ class CompiledAdapted(Blocks):
         if key not in self._functions:
             self._functions[key] = _functions(stage, block, list(weights), list(params))
         functions = self._functions[key]
-        leaves = [leaf(tensor) for tensor in params.values()]
-        if functions.last is None:
-            matrices = list(weights.values())
-            output: Tensor = with_history(
-                functions.first, matrices, leaves, leaf(x), *block.angles(x)
-            )
-            return output
-        matrix = weights.pop(functions.last.name)
-        matrices = list(weights.values())
-        parts = with_history(functions.first, matrices, leaves, leaf(x), *block.angles(x))
-        ended = (*parts, matrix, functions.last, stage.binding.is_replay)
-        found: Tensor = _Ended.apply(*ended)  # type: ignore[no-untyped-call]
-        return found
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Last:
-    """The last product: its matrix, x + product of what the gate lets through, and the way back."""
-
-    name: str
-    forward: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+        leaves = {name: leaf(tensor) for name, tensor in params.items()}
+        matrix = weights.pop(functions.last_name)
+        at_last = [leaves.pop(name) for name in functions.last_adapter]
+        inputs = ([*weights.values()], [*leaves.values()], leaf(x), *block.angles(x))
+        parts = with_history(functions.first, *inputs)
+        ended = (functions, stage.binding.is_replay, *parts, matrix, *at_last)
+        output: Tensor = _Ended.apply(*ended)  # type: ignore[no-untyped-call]
+        return output
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Functions:
-    """A whole block, or what comes before its last product."""
+    """What comes before a block's last product, and that product both ways.
+
+    last_adapter: the names of its adapter's two matrices, where it has one.
+    """
 
     first: Callable[..., Any]
-    last: _Last | None
+    last_name: str
+    last_adapter: Sequence[str]
+    last: Callable[..., Tensor]
+    last_back: Callable[..., tuple[Tensor, ...]]
 
 
 class _Ended(torch.autograd.Function):
-    """The end of a block that was cut."""
+    """The end of a block."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gate: Tensor, up: Tensor, matrix: Tensor, last: _Last, is_replay: bool
+        ctx: Any, functions: _Functions, is_replay: bool, x: Tensor, *others: Tensor
     ) -> Tensor:
-        ctx.save_for_backward(gate, up, matrix)
-        ctx.last = last
+        gate, up, matrix, *adapter = others
+        ctx.functions = functions
+        ctx.save_for_backward(gate, up, matrix, *adapter)
         if is_replay:
             return x.new_zeros(()).expand(x.shape)
-        return last.forward(x.detach(), gate.detach(), up.detach(), matrix)
+        plain = [each.detach() for each in adapter]
+        return functions.last(x.detach(), gate.detach(), up.detach(), matrix, plain)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         [gradient] = gradients
-        return gradient, *ctx.last.backward(*ctx.saved_tensors, gradient), None, None, None
+        gate, up, matrix, *adapter = ctx.saved_tensors
+        plain = [each.detach() for each in adapter]
+        found = ctx.functions.last_back(
+            gate.detach(), up.detach(), matrix, plain, gradient.contiguous()
+        )
+        return None, None, gradient, found[0], found[1], None, *found[2:]
 
 
 def _functions(
@@ -114,22 +113,54 @@ def _functions(
 ) -> _Functions:
     last = block.added_last
     assert last is not None
-    if last.removesuffix(".weight") + A_ENDS in names:
-        return _Functions(first=_compiled(stage, block.forward_turned, weights, names), last=None)
+    module = last.removesuffix(".weight")
+    adapter = [name for name in (module + A_ENDS, module + B_ENDS) if name in names]
     before = [name for name in weights if name != last]
+    others = [name for name in names if name not in adapter]
+    forward, backward = _last_product(stage.lora.scale, rounds_first=stage.is_packed)
     return _Functions(
-        first=_compiled(stage, block.gated_turned, before, names),
-        last=_Last(name=last, forward=compiled(_ended), backward=compiled(_back)),
+        first=_compiled(stage, block.gated_turned, before, others),
+        last_name=last,
+        last_adapter=adapter,
+        last=compiled(forward),
+        last_back=compiled(backward),
     )
 
 
-def _ended(x: Tensor, gate: Tensor, up: Tensor, matrix: Tensor) -> Tensor:
-    return x + linear(F.silu(gate) * up, matrix)
+def _last_product(
+    scale: float, *, rounds_first: bool
+) -> tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, ...]]]:
+    """Give x + product of what the gate lets through, and its way back; `adapter` is A, B or none.
 
+    Back, what went through the gate is made again, and the value of the product is not.
+    """
 
-def _back(gate: Tensor, up: Tensor, matrix: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    inner = gradient @ matrix
-    return torch.ops.aten.silu_backward(inner * up, gate), inner * F.silu(gate)
+    def forward(
+        x: Tensor, gate: Tensor, up: Tensor, matrix: Tensor, adapter: list[Tensor]
+    ) -> Tensor:
+        through = F.silu(gate) * up
+        product = linear(through, matrix)
+        if adapter:
+            a_RI, b_OR = adapter
+            beside = Adapter(a_RI=a_RI, b_OR=b_OR, scale=scale, rounds_first=rounds_first)
+            product = beside.added_to(product, through)
+        return x + product
+
+    def backward(
+        gate: Tensor, up: Tensor, matrix: Tensor, adapter: list[Tensor], gradient: Tensor
+    ) -> tuple[Tensor, ...]:
+        inner = gradient @ matrix
+        if not adapter:
+            return torch.ops.aten.silu_backward(inner * up, gate), inner * F.silu(gate)
+        a_RI, b_OR = adapter
+        through = (F.silu(gate) * up).to(a_RI.dtype).flatten(0, -2)
+        wide = (gradient.to(a_RI.dtype) * scale).flatten(0, -2)
+        low = wide @ b_OR
+        found = low.t() @ through, wide.t() @ F.linear(through, a_RI)
+        inner = inner + (low @ a_RI).to(inner.dtype).view(inner.shape)
+        return torch.ops.aten.silu_backward(inner * up, gate), inner * F.silu(gate), *found
+
+    return forward, backward
 
 
 def _compiled(

@@ -23,31 +23,28 @@ from trainer.model.adapters import A_ENDS
 from trainer.model.compiled import Blocks, leaf
 from trainer.model.stages import Block, Stage
 
-
-def is_cut(stage: AdaptedStage) -> bool:
-    """Say whether a block runs compiled up to its last product, and that by itself."""
-    last = stage.inner.added_last
-    if not isinstance(stage.inner, Block) or last is None:
-        return False
-    return last.removesuffix(".weight") + A_ENDS not in stage.parameters
+LAST = "mlp.down_proj"
 
 
 class WalkedBlocks(Blocks):
     """Stands for `CompiledAdapted` where memory is walked through."""
 
     def takes(self, stage: Stage) -> bool:
-        """Say whether a stage runs compiled and cut."""
-        return isinstance(stage, AdaptedStage) and is_cut(stage)
+        """Say whether a stage runs compiled."""
+        return isinstance(stage, AdaptedStage) and isinstance(stage.inner, Block)
 
     def run(self, stage: Stage, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Hold what a block holds; give a tensor of its output's shape."""
         assert isinstance(stage, AdaptedStage)
-        inputs = (_Form(stage, x), leaf(x), *(leaf(each) for each in params.values()))
+        form = _Form(stage, x)
+        at_last = [leaf(each) for name, each in params.items() if name.startswith(LAST)]
+        leaves = [leaf(each) for name, each in params.items() if not name.startswith(LAST)]
         with torch.enable_grad():
-            parts = _First.apply(*inputs)  # type: ignore[no-untyped-call]
+            parts = _First.apply(form, leaf(x), *leaves)  # type: ignore[no-untyped-call]
         if not torch.is_grad_enabled():
             parts = tuple(part.detach() for part in parts)
-        output: Tensor = _Last.apply(*parts, stage.binding.is_replay)  # type: ignore[no-untyped-call]
+        ended = (form, stage.binding.is_replay, *parts, *at_last)
+        output: Tensor = _Last.apply(*ended)  # type: ignore[no-untyped-call]
         return output
 
 
@@ -155,7 +152,7 @@ class _First(torch.autograd.Function):
         del found
         last = form.back_through(INPUTS, width)
         del turned, last
-        count = len(form.adapted) * 2
+        count = 2 * len(form.adapted - {LAST})
         leaves = ctx.saved_tensors[-count:] if count else ()
         return None, torch.empty_like(summed), *(torch.empty_like(leaf) for leaf in leaves)
 
@@ -164,24 +161,33 @@ class _Last(torch.autograd.Function):
     """The last product, with what it is added to."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, is_replay: bool) -> Tensor:
-        ctx.save_for_backward(gate, up)
+    def forward(
+        ctx: Any, form: _Form, is_replay: bool, x: Tensor, gate: Tensor, up: Tensor, *leaves: Tensor
+    ) -> Tensor:
+        ctx.form = form
+        ctx.save_for_backward(gate, up, *leaves)
         if is_replay:
             return x.new_empty(()).expand(x.shape)
         through = torch.empty_like(gate)
-        product = torch.empty_like(x)
-        del through
+        beside = form.input_of((LAST,), gate.shape[-1])
+        product = form.product(LAST)
+        del through, beside
         output = torch.empty_like(x)
         del product
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up = ctx.saved_tensors
+        gate, up, *leaves = ctx.saved_tensors
         inner = torch.empty_like(gate)
+        beside = ctx.form.input_of((LAST,), gate.shape[-1])
+        others = tuple(torch.empty_like(each) for each in leaves)
+        if leaves:
+            widths = gradients[0].shape[-1], gate.shape[-1]
+            beside += [ctx.form.tensor(width, wide=True) for width in widths]
         found = torch.empty_like(gate), torch.empty_like(up)
-        del inner
-        return gradients[0], *found, None
+        del inner, beside
+        return None, None, gradients[0], *found, *others
 
 
 def _heads(x_BTW: Tensor, head_dim: int) -> Tensor:

@@ -25,7 +25,7 @@ from trainer.gradients import GradientSum, taken
 from trainer.head import head_backward
 from trainer.host_walk import SCALARS_BYTES
 from trainer.lora.away import AHEAD, AwayTape
-from trainer.lora.compiled_walk import WalkedBlocks, is_cut
+from trainer.lora.compiled_walk import WalkedBlocks
 from trainer.lora.feeding import SLOTS
 from trainer.lora.forms import whole
 from trainer.lora.model import backward_order, brought_bytes, slot_bytes
@@ -130,8 +130,7 @@ class _AdapterWalk(ABC):
             new_boundary=away_boundary if self._spills else list,
         )
         if shape.options.compile_blocks:
-            blocks = [stage for stage in trunk if stage.is_block]
-            compute = replace(compute, blocks=WalkedBlocks(), tracks=not is_cut(blocks[0]))
+            compute = replace(compute, blocks=WalkedBlocks())
         self._compute = compute.knowing(keys)
         self._slots: list[Tensor] = []
 

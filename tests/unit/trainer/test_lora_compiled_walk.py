@@ -62,6 +62,20 @@ TAKEN = [
         peak=16515074,
         over_max=MANY_OVER_MAX,
     ),
+    Taken(
+        dtype="bf16",
+        targets=("down_proj",),
+        accumulation=2,
+        intermediate_size=896,
+        peak=23687170,
+    ),
+    Taken(
+        dtype="bf16",
+        targets=(*MANY, "down_proj"),
+        accumulation=1,
+        intermediate_size=896,
+        peak=24936450,
+    ),
 ]
 
 

@@ -83,8 +83,7 @@ def test_the_last_product_is_made_once(
 
     monkeypatch.setattr(compiled, "compiled", left_as_it_is)
     through, count = run(store, adapter_engine(store, lora, poison=True, compile_blocks=True))
-    # With an adapter on it the block is one function, and the product is made again.
-    assert count == (once if targets == ATTENTION else 2 * once)
+    assert count == once
     assert all(
         torch.allclose(found[name], gradient, rtol=1e-4) for name, gradient in through.items()
     )
