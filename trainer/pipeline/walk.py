@@ -68,7 +68,7 @@ RECORDED_WORKSPACE_BYTES = 2 * WORKSPACE_BYTES
 # What else libraries keep, as beside a step of the plain way. On an H200 the prediction is then
 # from 2.2 to 11.5 MB above what steps took, over the grid of `tools/bench/vram_grid.py`.
 SMALL_BYTES = 5 << 20
-# What compiled blocks hold beside what PyTorch's own kernels do: on an H200 up to 4.3 MB of float32.
+# What compiled blocks hold beside what PyTorch's own kernels do: on an H200 up to 4.3 MB of fp32.
 COMPILED_BYTES = 6 << 20
 EVERY_NUMBER = re.compile(r"[_ ]\d+$")
 
