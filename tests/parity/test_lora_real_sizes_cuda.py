@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ CASES = [
 
 
 COMPILED = [("llama", "none", {}), ("llama", "nf4", {}), ("qwen3", "nf4", {})]
+FEW = ("q_proj", "v_proj")
 
 
 def name_of(case: tuple[str, str, dict[str, int]]) -> str:
@@ -236,6 +237,25 @@ def test_are_compiled_blocks_those_of_compiled_resident_ones(case: Case) -> None
     assert found.keys() == expected.keys() == case.planted.keys()
     assert [name for name, g in expected.items() if not torch.equal(found[name], g)] == []
     assert all(float(gradient.abs().max()) > 0 for gradient in found.values())
+
+
+@pytest.mark.parametrize("case", COMPILED[:1], indirect=True, ids=name_of)
+def test_are_compiled_blocks_with_few_adapters_those_of_resident_ones(case: Case) -> None:
+    batches = [rows_of(2), rows_of(3)]
+    lora = replace(case.engine.lora, targets=FEW)
+    compiled = adapter_engine(
+        case.store, lora, poison=True, device="cuda", dtype="bf16", compile_blocks=True
+    )
+    with shardb.open(case.store) as opened, opened.at() as view:
+        step = 1 + view.commit.step
+    planted = plant_adapters(case.store, compiled, seed=12, step=step)
+    few = Case(store=case.store, engine=compiled, model=case.model, planted=planted)
+    loss, found = adapter_gradients(case.store, compiled, batches)
+    expected_loss, expected = stages_backward(few, batches, compiled=True)
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert found.keys() == expected.keys() == planted.keys()
+    assert [name for name, g in expected.items() if not torch.equal(found[name], g)] == []
+    plant_adapters(case.store, case.engine, step=step + 1)
 
 
 def test_are_all_gradients_those_of_the_same_stages_resident(case: Case) -> None:
