@@ -28,6 +28,7 @@ KINDS: dict[str, str] = {
     "index_missing": "there is no index; opening the store makes it from the log",
     "index_behind": "the index has not applied the last records; opening the store does",
     "index_unreadable": "the index is no sound database; opening the store makes a new one",
+    "index_foreign": "the index is of another store than FORMAT and the log",
     "index_differs": "the index says something else than the log",
     "directory_missing": "a directory of the store is not there; opening the store makes it",
     "directory_elsewhere": "objects/ is on another file system than spare/: nothing can be written",

@@ -22,7 +22,8 @@ from shardb.fsck_impact import needed_objects, object_finding, with_deltas
 from shardb.fsck_leftovers import find_leftovers
 from shardb.fsck_log import check_log
 from shardb.fsck_view import View, refused, take_view
-from shardb.index_state import IndexState, IndexUnreadableError, read_index
+from shardb.index_state import IndexState, IndexUnreadableError, foreign_store, read_index
+from shardb.log import Log
 from shardb.obstacles import find_obstacles
 from shardb.state import DictTables
 from shardb.unshown import command_to_see
@@ -70,7 +71,7 @@ class _Check:
             return self.report
         self._check_renaming()
         view = take_view(self.files, self.root)
-        index = self._read_index(view)
+        index = self._own_index(self._read_index(view), store_id)
         self.applied_lsn = index.applied.lsn if index is not None else 0
         replay = check_log(self.files, view, index)
         self.report.findings.extend(replay.findings)
@@ -209,6 +210,24 @@ class _Check:
                 )
             )
             return None
+
+    def _own_index(self, index: IndexState | None, store_id: str | None) -> IndexState | None:
+        """None too for the index of another store: what it knows is not missing here."""
+        log = Log(self.files, f"{self.root}/wal")
+        other = None if index is None else foreign_store(log, index, store_id)
+        if other is None:
+            return index
+        self._add(
+            Finding(
+                kind="index_foreign",
+                severity="error",
+                path=f"{self.root}/index/data.mdb",
+                expected=f"store id {store_id}, as in FORMAT and the log",
+                found=f"store id {other}",
+                next_command=command("repair", self.root),
+            )
+        )
+        return None
 
     # Objects
 

@@ -206,8 +206,12 @@ class Index:
                 "index is caught up from it",
                 path=self.path,
             )
+        if "MDB_PANIC" in text:
+            text = "it could not be written a moment ago, and is not used any more"
         return StorageFailedError(
-            f"{self.path}: the index failed ({text}); reopen the store", path=self.path
+            f"{self.path}: the index failed ({text}); what the log has is safe, and the index is "
+            "caught up from it: see that the disk has room and works, and open the store again",
+            path=self.path,
         )
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import msgpack
 
 from shardb import index_image, records, state
-from shardb.errors import ShardbError
+from shardb.errors import FormatError, ShardbError
 from shardb.frames import Frame
 from shardb.index import applied_position
 from shardb.log import Log, Position
@@ -79,6 +79,36 @@ def _check_rows(tables: DictTables) -> None:
         _ = commits[row["commit"]]
     for row in tables.tables["packs"].values():
         PackRow.from_row(row)
+
+
+def foreign_store(log: Log, index: IndexState, store_id: str | None) -> str | None:
+    """The id of the other store that an index is of; None where it is of this one, or who knows.
+
+    `store_id` is what FORMAT says. It is the index that is foreign only if the log agrees with
+    that; else FORMAT or the log is, which the caller's stricter reading finds.
+    """
+    told = index.tables.get("meta", "store_id")
+    if store_id is None or told is None or told == store_id:
+        return None
+    try:
+        first = log.scan(log.sequences()[-1]).frames[0]
+        record = records.unpack(first.payload)
+        logged = record.get("store_id") or record["state"]["meta"]["store_id"]
+    except (OSError, ShardbError, LookupError, TypeError):
+        return None
+    return str(told) if logged == store_id else None
+
+
+def check_own(log: Log, index: IndexState, store_id: str | None, path: str) -> None:
+    """Raise FormatError for the index of another store beside this one's FORMAT and log."""
+    other = foreign_store(log, index, store_id)
+    if other is not None:
+        raise FormatError(
+            f"{path}: it is the index of store {other}, and FORMAT and the log are of store "
+            f"{store_id}: it was copied here by mistake, or they were. Put back what belongs here, "
+            "or run `shardb repair`, which makes the index anew from the log",
+            path=path,
+        )
 
 
 def disagreement(log: Log, index: IndexState) -> str | None:

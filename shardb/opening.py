@@ -129,7 +129,7 @@ def open_index(store: Store, report: RecoveryReport) -> Index:
             told = "another directory had this file too (a hard-linked copy); now it is its own"
             path = f"{store.root}/{name}"
             report.rebuilt.append({"what": "shared file", "path": path, "why": told})
-        if alone and (why := _why_unusable(files, directory, store.log)) is not None:
+        if alone and (why := _why_unusable(store, directory)) is not None:
             _set_aside(files, directory, why, report)
         index = Index(files, directory)
         if alone and not _has_history(store.log):
@@ -181,19 +181,20 @@ def _make_missing_directories(files: FileSystem, root: str, report: RecoveryRepo
             report.rebuilt.append({"what": "directory", "path": f"{root}/{name}", "why": "missing"})
 
 
-def _why_unusable(files: FileSystem, directory: str, log: Log) -> str | None:
-    """Why the index cannot be used; None when it can, or when there is none.
+def _why_unusable(store: Store, directory: str) -> str | None:
+    """Why the index cannot be used; None when it can. Raises FormatError for another store's.
 
     LMDB trusts its file: a truncated or scribbled one can end the process. So its pages are walked
     with every bound checked before it is mapped, and its entries compared with the log's records.
     """
-    path = f"{directory}/data.mdb"
+    path, files, log = f"{directory}/data.mdb", store.files, store.log
     if not files.exists(path):
         return "missing"
     try:
         index = index_state.read_index(read_file(files, path, limit_bytes=MAP_BYTES))
     except index_state.IndexUnreadableError as error:
         return str(error)
+    index_state.check_own(log, index, store.format.store_id, path)
     found = index_state.disagreement(log, index)
     return None if found is None else f"it is not what the log says: {found}"
 

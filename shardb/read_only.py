@@ -30,7 +30,7 @@ from shardb.errors import (
 )
 from shardb.filesystem import FileSystem, RealFileSystem
 from shardb.fsck_view import take_view
-from shardb.index_state import IndexUnreadableError, read_index
+from shardb.index_state import IndexUnreadableError, check_own, read_index
 from shardb.leases import Leases
 from shardb.locks import Locks
 from shardb.log import START, Log, Position
@@ -132,9 +132,13 @@ class ReadOnlyStore(Looking):
         """The tables of this moment; LogDamagedError or LogTruncatedError as when opening."""
         view = take_view(self.files, self.root)
         try:
-            applied = read_index(view.index).applied if view.index is not None else START
+            index = read_index(view.index) if view.index is not None else None
         except IndexUnreadableError:
-            applied = START
+            index = None
+        if index is not None:
+            path = f"{self.root}/index/data.mdb"
+            check_own(self.log, index, self.format.store_id, path)
+        applied = index.applied if index is not None else START
         tables = self._replayed(applied)
         state.sweep(tables, view.leased(self.files))
         if tables.get("meta", "store_id") != self.format.store_id:

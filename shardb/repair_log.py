@@ -17,7 +17,7 @@ from shardb.filesystem import FileSystem
 from shardb.fsck_log import CHANGED_FILE, Replay, check_log
 from shardb.fsck_view import View
 from shardb.history import FaultKey
-from shardb.index_state import IndexState
+from shardb.index_state import IndexState, foreign_store
 from shardb.log import START
 from shardb.recovery import read_end
 from shardb.repair_fill import FilledLog, filled_from, is_idle
@@ -114,7 +114,9 @@ def plan_log(
     if not opens:
         _mend_end(told, log, ends)
     _mend_index(told, index, checked, is_other=ends.is_other)
-    if superseded:
+    if index is not None and foreign_store(log, index, store_id) is not None:
+        told.index_aside, told.index_knew = "it is that of another store", []
+    elif superseded:
         told.index_knew = []  # the log goes on from all that the index knew
     _Telling(plan, log, told, checked, copy).tell()
     return told

@@ -47,7 +47,7 @@ TESTS = (
     *("pack_fsck", "pack_references", "publishing", "read_only", "records", "recovery", "refs"),
     *("directories_elsewhere", "unshown"),
     *("repair", "repair_ahead", "repair_log", "repair_objects", "repair_refused"),
-    "repair_salvage",
+    *("repair_salvage", "repair_wrong_index"),
     *(
         "repair_state",
         "seldom_errors",

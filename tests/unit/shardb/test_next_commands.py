@@ -21,6 +21,7 @@ from tests.support.damage import Known, check_repaired
 from tests.support.small_stores import (
     commit_step,
     copy_store,
+    fill_store,
     flip_bit,
     fsck,
     object_of,
@@ -69,6 +70,13 @@ def set_aside(root: Path) -> None:
     assert run_command(["repair", str(root), "--yes"]) == 1
 
 
+def foreign_index(root: Path) -> None:
+    other = root.parent / "another"
+    fill_store(other, range(9))
+    shutil.rmtree(root / "index")
+    (other / "index").rename(root / "index")
+
+
 CASES: dict[str, Callable[[Path], object]] = {
     "format_damaged": lambda root: flip_bit(root / "FORMAT", 30),
     "format_foreign": d.foreign_format,
@@ -81,6 +89,7 @@ CASES: dict[str, Callable[[Path], object]] = {
     "index_missing": d.remove("index"),
     "index_behind": older_index,
     "index_unreadable": write("index/data.mdb"),
+    "index_foreign": foreign_index,
     "index_differs": d.spoil_index_entry,
     "directory_missing": d.remove("leases"),
     "object_missing": d.remove_object(-1, "params/a"),

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import shardb
-from shardb.errors import LogTruncatedError
+from shardb.errors import FormatError, LogTruncatedError
+from shardb.read_only import open_to_look
 from shardb.repair import repair
 from tests.support.small_stores import commit_step, copy_store, fill_store, fsck, kinds
 
@@ -92,3 +93,40 @@ def test_is_the_log_believed_beside_the_index_of_a_sister_copy(
     repair(str(ours), yes=True)
     assert steps(ours) == expected
     assert kinds(fsck(ours)) == ["index_set_aside"]
+
+
+def test_is_the_index_of_another_store_called_that(backup: Path, tmp_path: Path) -> None:
+    """Its steps are not missing here, and nothing is lost with them."""
+    fill_store(tmp_path / "other", range(AHEAD))
+    expected = steps(backup)
+    put_back(tmp_path / "other", backup, "index")
+    for look in (shardb.open, open_to_look):
+        with pytest.raises(FormatError, match=r"it is the index of store .* copied here by"):
+            look(str(backup))
+    assert kinds(fsck(backup)) == ["index_foreign"]
+    outcome = repair(str(backup), yes=True)
+    assert not outcome.plan.loses
+    assert "another store" in outcome.plan.actions[0].does
+    assert steps(backup) == expected
+
+
+def test_is_a_foreign_log_not_called_a_foreign_index(backup: Path, tmp_path: Path) -> None:
+    """FORMAT and the index agree: it is the log that was copied here by mistake."""
+    fill_store(tmp_path / "other", range(2))
+    expected = steps(backup)
+    put_back(tmp_path / "other", backup, "wal")
+    assert "index_foreign" not in kinds(fsck(backup))
+    with pytest.raises(LogTruncatedError):
+        shardb.open(backup)
+    repair(str(backup), yes=True)
+    assert steps(backup) == expected
+
+
+def test_is_a_log_that_cannot_be_read_no_witness_against_the_index(
+    backup: Path, tmp_path: Path
+) -> None:
+    fill_store(tmp_path / "other", range(AHEAD))
+    put_back(tmp_path / "other", backup, "index")
+    (segment,) = (backup / "wal").iterdir()
+    segment.write_bytes(b"")
+    assert "index_foreign" not in kinds(fsck(backup))
