@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from trainer.data.manifest import TOKENIZER_NAME, file_digest, find_manifest
 from trainer.data.rows import TokenRows, vocabulary_warning
 from trainer.errors import InputError
+from trainer.model.config import ModelConfig
 
 # Up to this size every byte of a set is read at the start: about a second. Of larger sets the
 # manifest is believed, and each row is still checked when it is read.
@@ -81,17 +82,54 @@ def open_inputs(
     )
 
 
-def tokenizer_notes(of_data: bytes | None, of_model: bytes | None) -> list[str]:
-    """Warn where data was prepared with other words than an imported model knows."""
-    if of_data is None or of_model is None or of_data == of_model:
+def check_beside_import(
+    inputs: Inputs, model: ModelConfig, tokenizer: bytes | None, *, accepts_other: bool
+) -> list[str]:
+    """Refuse rows that an imported model cannot mean; give what is to be known of them.
+
+    tokenizer: the imported tokenizer.json, if there is one; `accepts_other`: rows of another one
+    may be trained on.
+    """
+    rows = inputs.rows
+    if rows.seq_len > model.max_position_embeddings:
+        raise InputError(
+            f"{rows.directory}: its rows hold {rows.seq_len} tokens, more than the"
+            f" {model.max_position_embeddings} positions of the imported model: prepare shorter"
+            " rows with --seq-len"
+        )
+    told = _other_tokenizer(inputs, tokenizer)
+    if told is None:
         return []
-    if _vocabulary(of_data) == _vocabulary(of_model):
-        return []
-    warning = (
-        "warning: the data was prepared with another tokenizer than the imported model's: its ids"
-        " mean other words: prepare it with the tokenizer.json of the package"
+    if accepts_other or inputs.tokenizer is None:
+        return [f"warning: {told}"]
+    raise InputError(
+        f"{told}: prepare them with the tokenizer.json of the package, or give"
+        " --accept-other-tokenizer to train on them all the same"
     )
-    return [warning]
+
+
+def _other_tokenizer(inputs: Inputs, of_model: bytes | None) -> str | None:
+    """Say that rows were made with other words than a model knows; None where none are known."""
+    rows, of_data = inputs.rows, inputs.tokenizer
+    if of_model is None:
+        return None
+    if of_data is None:
+        if rows.manifest and rows.manifest.tokenizer_xxh3_128 != _digest(of_model):
+            return (
+                f"{rows.directory}: the tokenizer.json that its rows were made with is gone, and it"
+                " was not the file that was imported: whether ids mean the same words is not known"
+            )
+        return None
+    if of_data == of_model or _vocabulary(of_data) == _vocabulary(of_model):
+        return None
+    return (
+        f"{rows.directory}: its rows were made with another tokenizer than the imported model's, so"
+        " its ids mean other words"
+    )
+
+
+def _digest(data: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(data)
 
 
 def _vocabulary(tokenizer: bytes) -> dict[str, int]:
@@ -158,7 +196,7 @@ def _tokenizer(rows: TokenRows, data_dir: str) -> bytes | None:
     if not path.is_file():
         return None
     data = path.read_bytes()
-    if rows.manifest and xxhash.xxh3_128_hexdigest(data) != rows.manifest.tokenizer_xxh3_128:
+    if rows.manifest and _digest(data) != rows.manifest.tokenizer_xxh3_128:
         raise InputError(
             f"{path}: this is not the tokenizer that the data was prepared with: restore it, or"
             " prepare the data again"

@@ -19,7 +19,7 @@ from trainer.device import Device
 from trainer.errors import InputError
 from trainer.fitting import tuned_here
 from trainer.found import Found
-from trainer.inputs import Inputs, end_of_text_id, open_inputs, tokenizer_notes
+from trainer.inputs import Inputs, check_beside_import, end_of_text_id, open_inputs
 from trainer.lora.base_tier import BaseTier, base_tier, tier_text
 from trainer.lora.budget import adapter_budget
 from trainer.model.stages import check_keeps_apart
@@ -110,7 +110,9 @@ def make_plan(
 
 def finished_text(stored: StoredRun, given: Given) -> str | None:
     """Say so, before any data is opened, when a run has all its steps."""
-    _, settings = resumed_run(stored.recipe, stored.settings, given, device=None)
+    _, settings = resumed_run(
+        stored.recipe, stored.settings, given, device=None, of_import=_is_of_import(stored)
+    )
     if settings.max_steps is None or stored.step < settings.max_steps:
         return None
     loss = stored.commit.metrics.get("loss")
@@ -143,6 +145,10 @@ def _plan_new(path: Path, found: Found, given: Given, notes: list[str]) -> Plan:
         data_dtype=given.get("data_dtype", "npy"),
         warns_of_vocabulary=imported is None,
     )
+    if imported is not None:
+        accepts = bool(given.get("accept_other_tokenizer"))
+        beside = check_beside_import(inputs, model, imported.tokenizer, accepts_other=accepts)
+        notes = [*notes, *beside]
     facts = DataFacts(
         seq_len=inputs.rows.seq_len,
         digest=inputs.data_digest,
@@ -151,8 +157,6 @@ def _plan_new(path: Path, found: Found, given: Given, notes: list[str]) -> Plan:
     )
     threads = given.get("threads") or torch.get_num_threads()
     recipe, settings = new_run(given, facts, device=device, threads=threads, model=model)
-    if imported is not None:
-        notes = [*notes, *tokenizer_notes(inputs.tokenizer, imported.tokenizer)]
     return Plan(
         store=path,
         found=found,
@@ -169,14 +173,17 @@ def _plan_resumed(
     path: Path, found: Found, stored: StoredRun, given: Given, notes: list[str]
 ) -> Plan:
     device = Device.from_name(given["device"]).name if "device" in given else None
-    recipe, settings = resumed_run(stored.recipe, stored.settings, given, device=device)
+    of_import = _is_of_import(stored)
+    recipe, settings = resumed_run(
+        stored.recipe, stored.settings, given, device=device, of_import=of_import
+    )
     inputs = open_inputs(
         settings.data_dir,
         settings.val_data_dir,
         vocab_size=recipe.model.vocab_size,
         seq_len=recipe.seq_len,
         data_dtype=settings.data_dtype,
-        warns_of_vocabulary=SOURCE_SHARD not in stored.commit.shards,
+        warns_of_vocabulary=not of_import,
     )
     if inputs.data_digest != recipe.data_digest:
         if not given.get("accept_changed_data"):
@@ -294,6 +301,10 @@ def _has_skipped(found: Found, given: Given) -> bool:
 def _has_own_step(found: Found) -> bool:
     assert found.newest is not None, "only a branch that exists has steps"
     return found.newest.commit.branch == found.branch
+
+
+def _is_of_import(stored: StoredRun) -> bool:
+    return SOURCE_SHARD in stored.commit.shards
 
 
 def _need_data_dir(data_dir: str | None) -> str:

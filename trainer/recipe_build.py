@@ -17,6 +17,7 @@ from trainer.errors import InputError
 from trainer.model.config import ModelConfig
 from trainer.model.presets import preset
 from trainer.recipe import LORA_FIELDS, Recipe, Settings, flag_of
+from trainer.recipe_adapters import another_run, as_typed, lora_given, refuse_lone
 from trainer.recipe_flags import FLAGS, Scope, fields_of
 from trainer.sizes import size_of
 
@@ -58,7 +59,6 @@ _NEEDS: Mapping[str, tuple[str, Any]] = MappingProxyType(
         "max_pending_shard_writes": ("async_shard_writes", False),
         "row_order": ("shuffle_train", False),
         **dict.fromkeys(("poison_buffers", "base_tier", "disk_kind"), ("lora_rank", 0)),
-        **dict.fromkeys(("lora_alpha", "lora_targets", "lora_dropout"), ("lora_rank", 0)),
         **{
             f"global_optimizer_{name}": ("global_optimizer_every", 0)
             for name in ("blend", "min_scale", "max_scale")
@@ -194,6 +194,7 @@ def new_run(
     given: Given, data: DataFacts, *, device: str, threads: int, model: ModelConfig | None = None
 ) -> tuple[Recipe, Settings]:
     """Build recipe and settings of a run that begins, with an imported `model` or a new one."""
+    refuse_lone(given, given.get("lora_rank", 0), "give --lora-rank too")
     defaults = PRESET_TRAINING.get(given.get("preset", ""), {})
     chosen = {**defaults, **given}
     training = _training_given(chosen)
@@ -208,17 +209,25 @@ def new_run(
             "device": device,
             "threads": threads,
             "compile_blocks": given.get("compile_blocks", device.startswith("cuda")),
-            **_lora_given(given),
+            **lora_given(given),
         }
     )
     return recipe, Settings(**settings_given(chosen))
 
 
 def resumed_run(
-    recipe: Recipe, settings: Settings, given: Given, *, device: str | None
+    recipe: Recipe,
+    settings: Settings,
+    given: Given,
+    *,
+    device: str | None,
+    of_import: bool = False,
 ) -> tuple[Recipe, Settings]:
-    """Apply flags to a stored run; InputError names each one that may not change."""
-    _refuse_fixed_changes(recipe, settings, given)
+    """Apply flags to a stored run; InputError names each one that may not change.
+
+    of_import: the run began with an imported model, so another may begin beside it.
+    """
+    _refuse_fixed_changes(recipe, settings, given, another_run(of_import=of_import))
     training = _training_given(given)
     if device is not None:
         training["device"] = device
@@ -241,17 +250,6 @@ def settings_given(given: Given) -> dict[str, Any]:
     for name in _FOLDERS:
         if chosen.get(name):
             chosen[name] = os.path.abspath(chosen[name])
-    return chosen
-
-
-def _lora_given(given: Given) -> dict[str, Any]:
-    chosen = {name: given[name] for name in LORA_FIELDS if name in given}
-    if isinstance(chosen.get("lora_targets"), str):
-        chosen["lora_targets"] = tuple(
-            part.strip() for part in chosen["lora_targets"].split(",") if part.strip()
-        )
-    if chosen.get("lora_rank"):  # compiled only where that is asked for
-        chosen["compile_blocks"] = bool(given.get("compile_blocks"))
     return chosen
 
 
@@ -280,18 +278,19 @@ def _refuse_missing_sizes(given: Given) -> None:
         )
 
 
-def _refuse_fixed_changes(recipe: Recipe, settings: Settings, given: Given) -> None:
+def _refuse_fixed_changes(recipe: Recipe, settings: Settings, given: Given, elsewhere: str) -> None:
+    """Refuse what would change what is fixed; `elsewhere` says how to begin a run with it."""
+    refuse_lone(given, recipe.lora_rank or given.get("lora_rank", 0), elsewhere)
     stored = {name: getattr(recipe.model, name) for name in fields_of(Scope.MODEL)}
     stored |= {"seed": recipe.seed, "seq_len": recipe.seq_len, "preset": settings.preset}
     # These decide what the stored shards hold.
-    stored |= {name: getattr(recipe, name) for name in (*_FORMS, *sorted(LORA_FIELDS))}
-    given = {**given, **_lora_given(given)}
+    stored |= {name: getattr(recipe, name) for name in ("lora_rank", *_FORMS, *sorted(LORA_FIELDS))}
+    given = {**given, **lora_given(given)}
     for name, value in stored.items():
         if name in given and given[name] != value:
             raise InputError(
-                f"{flag_of(name)} {given[name]} was given, but this run began with"
-                f" {'none' if value is None else value}: leave the flag out, or begin"
-                " another run in another --store"
+                f"{flag_of(name)} {as_typed(given[name])} was given, but this run began with"
+                f" {as_typed(value)}: leave the flag out, or {elsewhere}"
             )
 
 

@@ -56,6 +56,7 @@ _COMMAND = _flags(
     ("json", bool, "With --dry-run: print the same as JSON."),
     ("allow_network", bool, "Use a network file system: only one machine may ever open the store."),
     ("accept_changed_data", bool, "Go on although the training data is not what the run began on."),
+    ("accept_other_tokenizer", bool, "Begin on rows of another tokenizer than the import's."),
     ("branch", str, "Train on this branch of the store. Default: main."),
     ("skip_batches", int, "Pass over the next N steps' rows, once: at the first step made now."),
 )

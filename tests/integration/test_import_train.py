@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ from export.import_config import read_model_config
 from shardb import torch_adaptor
 from shardb.errors import NotFoundError
 from tests.support.commands import shardb_command
-from tests.support.exports import byte_tokenizer
 from tests.support.packages import (
     Tensors,
     config_of,
@@ -215,27 +213,6 @@ def test_a_warning_of_words_that_are_never_learned_is_for_new_models_only(
     sizes = {"vocab_size": 64, "hidden_size": 16, "num_layers": 1, "num_heads": 2}
     new = {**asked, "store": str(tmp_path / "new"), "intermediate_size": 32, **sizes}
     assert [note for note in make_plan(find_run(new), new, []).notes if "learned" in note]
-
-
-def test_data_of_another_tokenizer_is_told(tmp_path: Path) -> None:
-    package = write_package(tmp_path / "package", config_of("llama", vocab_size=300))
-    (package / "tokenizer.json").write_bytes(byte_tokenizer(300))
-    import_here(package, tmp_path / "store")
-    rows = make_data(tmp_path / "data")
-    asked = {"store": str(tmp_path / "store"), "data_dir": str(rows / "train"), "device": "cpu"}
-
-    def told() -> list[str]:
-        notes = make_plan(find_run(asked), asked, []).notes
-        return [note for note in notes if "another tokenizer" in note]
-
-    (rows / "tokenizer.json").write_bytes(byte_tokenizer(300))
-    assert told() == []
-    (rows / "tokenizer.json").write_bytes(
-        json.dumps(json.loads(byte_tokenizer(300)), indent=2).encode()
-    )
-    assert told() == []
-    (rows / "tokenizer.json").write_bytes(byte_tokenizer(280))
-    assert len(told()) == 1
 
 
 def test_a_store_with_another_branch_only_is_not_taken_for_an_import(

@@ -35,7 +35,7 @@ class LoraSettings:
         if self.rank < 1:
             raise InputError(f"--lora-rank is {self.rank}: give 1 or more")
         if not (math.isfinite(self.alpha) and self.alpha > 0):
-            raise InputError(f"--lora-alpha is {self.alpha}: give more than 0")
+            raise InputError(f"--lora-alpha is {self.alpha}: give a finite number above 0")
         if not 0 <= self.dropout < 1:
             raise InputError(f"--lora-dropout is {self.dropout}: give at least 0 and less than 1")
         if not self.targets or not all(self.targets):
