@@ -99,19 +99,22 @@ def test_more_blocks_are_carried_on_as_if_they_were_walked(is_host: bool) -> Non
     assert len(lasting) == 1
 
 
-def test_a_budget_is_never_exceeded_by_the_prediction() -> None:
+@pytest.mark.parametrize("placement", ["vram", "host"])
+def test_a_budget_is_never_exceeded_by_the_prediction(placement: str) -> None:
+    shape = replace(SHAPE, options=replace(SHAPE.options, activation_placement=placement))
+    way = PipelineSettings(activations_on_host=placement == "host")
     on = Settings(data_dir="rows", device_pipeline="on")
-    alone = step_bytes(SHAPE, on)
-    _, _, every = predicted_spending(SHAPE, PipelineSettings(), 1 << 40)
+    alone = step_bytes(shape, on)
+    _, _, every = predicted_spending(shape, way, 1 << 40)
     margin = PipelineSizes().margin_bytes
     for budget in (alone + margin + every // 2, alone + margin + 2 * every):
-        need = device_need(SHAPE, replace(on, vram_budget=str(budget)))
+        need = device_need(shape, replace(on, vram_budget=str(budget)))
         assert alone <= need.most_bytes <= budget - margin
         assert 0 < need.kept <= need.stages
         assert vram_line(need, 2 * budget, budget).share <= 1
     assert need.most_bytes == alone + every
-    small = need_of(SHAPE, None, replace(on, vram_budget=str(alone - 1)))
+    small = need_of(shape, None, replace(on, vram_budget=str(alone - 1)))
     line = vram_line(small, 2 * alone, alone - 1)
     assert line.share > 1
     assert "--vram-budget" in line.remedy
-    assert step_bytes(SHAPE, replace(on, device_pipeline="off")) != alone
+    assert step_bytes(shape, replace(on, device_pipeline="off")) != alone
