@@ -6,14 +6,15 @@ that are easy to make by mistake, and the same comparison must notice each.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 import numpy as np
 import pytest
 
 from shardb.views import ShardView
 from tests.support.memory_transaction import MemoryStore, MemoryTransaction
-from tests.support.resident import ResidentTrainer
+from tests.support.resident import ResidentStep, ResidentTrainer
 from tests.support.tiny_model import TINY, TINY_QWEN, TINY_TIED, micro_batches
 from trainer.device import Device
 from trainer.engine import Engine, EngineOptions, StepResult
@@ -23,6 +24,11 @@ STEPS = 20
 SEED = 7
 # Tight enough that clipping bites in most steps and not in all of them.
 MAX_NORM = {"global": 1.4, "shard": 0.7, "none": 1.0}
+
+READ_BY_RESIDENT = (
+    *("dtype", "grad_clip_mode", "max_grad_norm", "lm_head_chunk_tokens", "optimizer"),
+    *("beta1", "beta2", "adam_eps", "weight_decay", "weight_decay_scope"),
+)
 
 
 def options_of(dtype: str, clip: str, prefetch: str = "off", chunk: int = 16) -> EngineOptions:
@@ -39,6 +45,35 @@ def learning_rate_of(step: int) -> float:
     return 3e-3 * step / STEPS
 
 
+@dataclass(frozen=True, kw_only=True)
+class ResidentRun:
+    """What training in memory gave: every step, and the arrays after the last one."""
+
+    steps: list[ResidentStep | None]
+    arrays: dict[str, np.ndarray]
+
+
+def run_resident(trainer: ResidentTrainer, accumulation: int, steps: int) -> ResidentRun:
+    made = [
+        trainer.step(micro_batches(step, accumulation), learning_rate_of(step))
+        for step in range(1, steps + 1)
+    ]
+    return ResidentRun(steps=made, arrays=trainer.arrays())
+
+
+@lru_cache(maxsize=64)
+def known_run(
+    config: ModelConfig, options: EngineOptions, accumulation: int, steps: int
+) -> ResidentRun:
+    """Give the run on a processor that every way of streaming these options is held against."""
+    return run_resident(ResidentTrainer(config, options, SEED), accumulation, steps)
+
+
+def as_resident(options: EngineOptions) -> EngineOptions:
+    """Give the options as far as resident training reads them."""
+    return EngineOptions(**{name: getattr(options, name) for name in READ_BY_RESIDENT})
+
+
 class Comparison:
     """Trains both ways and collects every difference."""
 
@@ -50,13 +85,24 @@ class Comparison:
         device: str = "cpu",
     ) -> None:
         self.engine = Engine(config, options, Device.from_name(device))
-        self.resident = ResidentTrainer(config, options, SEED, device)
+        self.config, self.options, self.device = config, options, device
         self.accumulation = accumulation
         self.store = MemoryStore()
         self.scales: list[float] = []
         with_initial = self.store.begin()
         self.engine.initialise(with_initial, SEED)
         with_initial.commit()
+
+    @cached_property
+    def resident(self) -> ResidentTrainer:
+        """The reference, for who changes or replaces it; else that of an equal run is taken."""
+        return ResidentTrainer(self.config, self.options, SEED, self.device)
+
+    def expected(self) -> ResidentRun:
+        """Train in memory. On a GPU, whose kernels depend on what is set, it is made each time."""
+        if "resident" in self.__dict__ or self.device != "cpu":
+            return run_resident(self.resident, self.accumulation, STEPS)
+        return known_run(self.config, as_resident(self.options), self.accumulation, STEPS)
 
     def transaction(self, step: int) -> MemoryTransaction:
         assert step >= 1
@@ -72,11 +118,9 @@ class Comparison:
 
     def differences(self) -> list[str]:
         found: list[str] = []
-        for step in range(1, STEPS + 1):
-            batches = micro_batches(step, self.accumulation)
-            rate = learning_rate_of(step)
-            streamed = self.train(step, rate)
-            expected = self.resident.step(batches, rate)
+        resident = self.expected()
+        for step, expected in enumerate(resident.steps, start=1):
+            streamed = self.train(step, learning_rate_of(step))
             self.scales.append(streamed.clip_scale)
             found.extend(
                 f"step {step}: {field}"
@@ -84,7 +128,7 @@ class Comparison:
                 if getattr(streamed, field) != getattr(expected, field)
             )
             self.check_counts(streamed)
-        mine, theirs = self.store.arrays(), self.resident.arrays()
+        mine, theirs = self.store.arrays(), resident.arrays
         assert mine.keys() == theirs.keys()
         return found + [name for name in mine if not np.array_equal(mine[name], theirs[name])]
 
@@ -95,7 +139,7 @@ class Comparison:
         assert streamed.max_active_optimizer_shards <= limit
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("clip", ["global", "shard", "none"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("config", [TINY, TINY_TIED], ids=["untied", "tied"])
@@ -179,7 +223,7 @@ def test_control_a_slightly_different_setting_is_noticed() -> None:
     comparison = Comparison(TINY, options_of("fp32", "global"), 1)
     comparison.engine = Engine(
         TINY,
-        replace(comparison.engine.options, beta2=0.9501),
+        replace(comparison.options, beta2=0.9501),
         Device.from_name("cpu"),
     )
     assert comparison.differences() != []
