@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import shardb
@@ -290,3 +291,10 @@ def test_is_a_disk_that_fails_the_reserve_told(tmp_path: Path) -> None:
     files = failing(tmp_path, operation="allocate")
     with pytest.raises(OSError, match="Input/output error"):
         reserve.ensure(files, str(tmp_path))
+
+
+def test_is_what_a_live_writer_has_staged_no_leftover(run: Path) -> None:
+    with shardb.open(run, writer_threads=0) as store, store.begin() as txn:
+        txn.write("params/a", {"w": np.zeros(9, dtype=np.float32)})
+        assert list(run.glob("spare/staged.main.*"))
+        assert "staged_leftover" not in kinds(fsck(run))
