@@ -239,9 +239,20 @@ def _prepared_lines(prepared: Prepared) -> Iterator[str]:
         f"  {manifest.vocab_size:,} token ids ({trained}), {manifest.dtype}; "
         f"split by {manifest.split_by}"
     )
-    yield (
-        f"next: train --store run --preset demo --vocab-size {manifest.vocab_size} "
-        f"--data-dir {prepared.path}/train --val-data-dir {prepared.path}/val"
+    yield _next_line(prepared)
+
+
+def _next_line(prepared: Prepared) -> str:
+    """Say what may be done with the rows: records are for a model that is there already."""
+    path, size = prepared.path, prepared.manifest.vocab_size
+    if prepared.manifest.masked:
+        return (
+            "next: import-hf MODEL --store run, then train --store run --lora-rank 16"
+            f" --data-dir {path}/train --val-data-dir {path}/val"
+        )
+    return (
+        f"next: train --store run --preset demo --vocab-size {size} --data-dir {path}/train"
+        f" --val-data-dir {path}/val"
     )
 
 

@@ -1,8 +1,8 @@
 """Records of conversations and of prompts with completions: their text, and which part is learned.
 
-Owns both record forms, the chat template, and the rule which tokens count: what an assistant says,
-with the token that ends its turn, or a completion with the end of the document; everything else is
-read and not learned. Knows nothing of rows or splits.
+Owns both record forms, what is wrong with a record, and the rule which tokens count: what an
+assistant says, with the token that ends its turn, or a completion with the end of the document;
+everything else is read and not learned. Knows nothing of files, rows or splits.
 
 A record is a line of JSON: {"messages": [{"role": …, "content": …}, …]}, or {"prompt": …,
 "completion": …}. Text of a record never becomes a control token: a conversation whose content
@@ -12,21 +12,18 @@ holds one is refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
+from trainer.data.chat_template import ChatTemplate, Message
 from trainer.errors import InputError
 
 FORMATS: Final = ("text", "chat", "prompt-completion")
-TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
-Message = Mapping[str, Any]
-Render = Callable[[Sequence[Message], bool], str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,8 +34,15 @@ class Encoded:
     counts: npt.NDArray[np.bool_]
 
 
+class Fault(NamedTuple):
+    """What is wrong with a record, and what may be mended."""
+
+    what: str
+    mend: str = "the line"
+
+
 def record_fault(body: Mapping[str, Any], form: str) -> str | None:
-    """Say what is wrong with a record; None where nothing is."""
+    """Say what is wrong with a record by itself; None where nothing is."""
     if form == "prompt-completion":
         for field in ("prompt", "completion"):
             if not isinstance(body.get(field), str):
@@ -55,16 +59,21 @@ def record_fault(body: Mapping[str, Any], form: str) -> str | None:
             return f"message {number} has no role and content that are text"
     if not any(message["role"] == "assistant" for message in messages):
         return "no message is an assistant's: nothing to learn"
+    for number, message in enumerate(messages, 1):
+        if message["role"] == "assistant" and not message["content"]:
+            return f"message {number}, an assistant's, is empty: it would teach to say nothing"
     return None
 
 
 class ConversationEncoder:
     """Records to ids and marks, by one tokenizer and, for chats, one template."""
 
-    def __init__(self, json_bytes: bytes, form: str, end_id: int, render: Render | None) -> None:
+    def __init__(
+        self, json_bytes: bytes, form: str, end_id: int, template: ChatTemplate | None
+    ) -> None:
         self._form = form
         self._end_id = end_id
-        self._render = render
+        self._template = template
         self._tokenizer = Tokenizer.from_str(json_bytes.decode())
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -83,28 +92,51 @@ class ConversationEncoder:
             return Encoded(
                 ids=np.concatenate([found.ids, end]), counts=np.append(found.counts, True)
             )
+        self._refuse_controls(body["messages"])
         return self._encoded(*self._rendered(body["messages"]))
+
+    def fault(self, body: Mapping[str, Any]) -> Fault | None:
+        """Say why a record of the right form cannot be encoded; None where it can."""
+        if self._form != "chat":
+            return None
+        messages = body["messages"]
+        try:
+            self._refuse_controls(messages)
+        except InputError as error:
+            return Fault(error.message)
+        try:
+            self._rendered(messages)
+        except InputError as error:
+            return Fault(error.message, "the line or the template")
+        return None
+
+    def _refuse_controls(self, messages: Sequence[Message]) -> None:
+        for number, message in enumerate(messages, 1):
+            for control in self._controls:
+                if control in message["content"]:
+                    raise InputError(f"message {number} holds {control}, which is a control token")
 
     def _rendered(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
         """Give a conversation's text, and where in it an assistant speaks."""
-        assert self._render is not None, "a chat has a template"
-        for message in messages:
-            for control in self._controls:
-                if control in message["content"]:
-                    raise InputError(
-                        f"a message holds {control}, which is a control token: {_begin(message)}"
-                    )
-        whole = self._render(messages, False)
+        template = self._template
+        assert template is not None, "a chat has a template"
+        whole = template(messages, False)
         spans = []
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._render(messages[:index], True)
-            after = self._render(messages[: index + 1], False)
+            before = template(messages[:index], True)
+            after = template(messages[: index + 1], False)
             if not (after.startswith(before) and whole.startswith(after)):
                 raise InputError(
-                    "the chat template gives another text for the beginning of a conversation than"
-                    f" for the whole, so that what is learned cannot be told: {_begin(message)}"
+                    f"{template.name} gives another text for the beginning of a conversation than"
+                    f" for the whole, so that what is learned of message {index + 1} cannot be"
+                    " told"
+                )
+            if not _says(whole[len(before) : len(after)], message["content"]):
+                raise InputError(
+                    f"{template.name} writes nothing of what message {index + 1}, an assistant's,"
+                    " says"
                 )
             spans.append((len(before), len(after)))
         return whole, spans
@@ -118,74 +150,7 @@ class ConversationEncoder:
         return Encoded(ids=np.array(encoding.ids, dtype=np.uint32), counts=counts)
 
 
-def template_render(tokenizer: Path, template: Path | None) -> Render:
-    """Give what renders conversations: a template file, else what lies beside the tokenizer."""
-    folder = tokenizer.parent
-    config = _read_config(folder / CONFIG_FILE)
-    source = _template_source(folder, template, config)
-    try:
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError as error:
-        raise InputError("--format chat needs jinja2: pip install 'shardb[hf]'") from error
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.globals["raise_exception"] = _raise_exception
-    names = ("bos_token", "eos_token", "pad_token", "unk_token")
-    tokens = {name: _token_text(config.get(name)) for name in names}
-    try:
-        compiled = environment.from_string(source)
-    except TemplateError as error:
-        raise InputError(f"the chat template cannot be read ({error}): mend it") from error
-
-    def render(messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        values = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
-        try:
-            return compiled.render(**tokens, **values)
-        except (TemplateError, InputError) as error:
-            first = _begin(messages[0]) if messages else ""
-            raise InputError(f"the chat template refuses a conversation ({error}): {first}") from (
-                error
-            )
-
-    return render
-
-
-def _template_source(folder: Path, template: Path | None, config: Mapping[str, Any]) -> str:
-    path = template or folder / TEMPLATE_FILE
-    if template is not None or path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"--chat-template {path}: cannot be read ({error})") from error
-    found = config.get("chat_template")
-    if isinstance(found, str):
-        return found
-    raise InputError(
-        f"{folder}: there is no {TEMPLATE_FILE} and no chat_template in {CONFIG_FILE}: give"
-        " --chat-template FILE"
-    )
-
-
-def _read_config(path: Path) -> Mapping[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read ({error})") from error
-    return found if isinstance(found, dict) else {}
-
-
-def _token_text(value: Any) -> str:
-    text = value.get("content") if isinstance(value, dict) else value
-    return text if isinstance(text, str) else ""
-
-
-def _raise_exception(message: str) -> None:
-    raise InputError(message)
-
-
-def _begin(message: Message) -> str:
-    return f"{message['role']}: {message['content'][:60]!r}"
+def _says(written: str, content: str) -> bool:
+    """Whether some word of a message was written: a template may trim it or leave thoughts out."""
+    words = content.split()
+    return not words or any(word in written for word in words)

@@ -44,8 +44,7 @@ class Corpus:
         scan_documents(self._text.pieces(), options.seed, scan)
         progress.end()
         if not scan.documents or (options.val_text and not elsewhere):
-            flag = "--val-text" if scan.documents else "--text"
-            raise InputError(f"{flag}: the files hold no text: nothing but white space was found")
+            raise _no_text(self._val_text if scan.documents else self._text)
         self.characters = scan.characters
         self._splitter: Splitter = (
             WholeSplitter(split="train", seed=options.seed, elsewhere=elsewhere)
@@ -105,3 +104,13 @@ class Corpus:
             for piece in self._val_text.pieces()
             if piece.first
         )
+
+
+def _no_text(sources: TextSources) -> InputError:
+    if sources.bad_examples:
+        return InputError(
+            f"--{sources.role}: every line was left out, for instance: {sources.bad_examples[0]}"
+        )
+    return InputError(
+        f"--{sources.role}: the files hold no text: nothing but white space was found"
+    )

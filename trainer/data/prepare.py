@@ -12,7 +12,7 @@ import errno
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,7 @@ from trainer.data.corpus import Corpus
 from trainer.data.manifest import MANIFEST_NAME, SPLITS, TOKENIZER_NAME, Manifest, SplitEntry
 from trainer.data.options import PrepareOptions
 from trainer.data.packing import RowPacker, dtype_for
-from trainer.data.prepare_records import encoded_records
+from trainer.data.prepare_records import encoded_records, record_encoder
 from trainer.data.progress import NoProgress, PrepareProgress
 from trainer.data.publish import partial_directory, refuse_target
 from trainer.data.source_bytes import refuse_unreadable
@@ -55,6 +55,11 @@ def prepare(options: PrepareOptions, progress: PrepareProgress | None = None) ->
     for path in (*options.text, *options.val_text):
         refuse_unreadable(path)
     given = _given_tokenizer(options)
+    encoder = None
+    if options.has_records and given is not None:
+        # A record that cannot be encoded is found where its file and line are known.
+        encoder = record_encoder(given, options)
+        options = replace(options, rules=replace(options.rules, fault=encoder.fault))
     # The directory is made first: a place that cannot be written to is told before the work.
     with (
         _storage_errors(target),
@@ -62,8 +67,11 @@ def prepare(options: PrepareOptions, progress: PrepareProgress | None = None) ->
     ):
         corpus = Corpus(options, shown)
         tokenizer = given or _trained_tokenizer(corpus, options, shown)
-        encode = encoded_records if options.has_records else _encoded
-        splits, record_notes = encode(corpus, tokenizer, options, partial.path, shown)
+        if encoder is not None:
+            found = encoded_records(corpus, tokenizer, encoder, options, partial.path, shown)
+        else:
+            found = _encoded(corpus, tokenizer, options, partial.path, shown)
+        splits, record_notes = found
         manifest = _manifest(corpus, tokenizer, options, splits)
         (partial.path / TOKENIZER_NAME).write_bytes(tokenizer.json_bytes)
         (partial.path / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")

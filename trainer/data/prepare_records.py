@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainer.data.conversations import ConversationEncoder, template_render
+from trainer.data.chat_template import read_template
+from trainer.data.conversations import ConversationEncoder
 from trainer.data.corpus import Corpus
 from trainer.data.manifest import SPLITS, SplitEntry
 from trainer.data.options import PrepareOptions
@@ -21,6 +22,7 @@ from trainer.errors import InputError
 def encoded_records(
     corpus: Corpus,
     tokenizer: TextTokenizer,
+    encoder: ConversationEncoder,
     options: PrepareOptions,
     folder: Path,
     progress: PrepareProgress,
@@ -31,7 +33,6 @@ def encoded_records(
             f"--format {options.rules.form}: fewer than {DOCUMENTS_MIN} different records, or one"
             " that is most of them, cannot be split: give --val-text"
         )
-    encoder = _encoder(tokenizer, options)
     packers = {
         name: RecordPacker(
             folder / name,
@@ -67,11 +68,12 @@ def encoded_records(
             packer.close()
 
 
-def _encoder(tokenizer: TextTokenizer, options: PrepareOptions) -> ConversationEncoder:
+def record_encoder(tokenizer: TextTokenizer, options: PrepareOptions) -> ConversationEncoder:
+    """Give what makes ids of records; InputError names a template that cannot be used."""
     assert options.tokenizer is not None, "the options were checked"
     form = options.rules.form
-    render = template_render(options.tokenizer, options.chat_template) if form == "chat" else None
-    return ConversationEncoder(tokenizer.json_bytes, form, tokenizer.end_of_text_id, render)
+    template = read_template(options.tokenizer, options.chat_template) if form == "chat" else None
+    return ConversationEncoder(tokenizer.json_bytes, form, tokenizer.end_of_text_id, template)
 
 
 def _notes(packers: dict[str, RecordPacker], splits: dict[str, SplitEntry]) -> list[str]:

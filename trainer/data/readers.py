@@ -16,12 +16,12 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from trainer.data.conversations import record_fault
+from trainer.data.conversations import Fault, record_fault
 from trainer.data.source_bytes import SourceBytes
 from trainer.errors import InputError
 
@@ -52,12 +52,13 @@ class ReadRules:
     """How files are read: the field of JSON lines that holds the text; what a bad line does.
 
     form: `text`, or a form of `trainer.data.conversations`: then a document is a whole record, as
-    JSON.
+    JSON. fault: says why a record of that form cannot be encoded; None where it can.
     """
 
     text_field: str = "text"
     skip_bad: bool = False
     form: str = "text"
+    fault: Callable[[Mapping[str, Any]], Fault | None] | None = None
 
 
 class DocumentReader:
@@ -156,15 +157,23 @@ class DocumentReader:
         fault = record_fault(body, self._rules.form)
         if fault is not None:
             raise self._bad(line, fault)
+        found = self._rules.fault(body) if self._rules.fault is not None else None
+        if found is not None:
+            raise self._bad(line, found.what, found.mend)
         fields = ("messages",) if self._rules.form == "chat" else ("prompt", "completion")
-        text = json.dumps({name: body[name] for name in fields}, sort_keys=True)
+        values = {name: body[name] for name in fields}
+        try:
+            json.dumps(values, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise self._bad(line, "half a surrogate pair stands in a text") from error
+        text = json.dumps(values, sort_keys=True)
         if len(text) > PIECE_CHARACTERS_MAX:
             raise self._bad(line, f"a record of more than {PIECE_CHARACTERS_MAX:,} characters")
         return text
 
-    def _bad(self, line: int, reason: str) -> InputError:
+    def _bad(self, line: int, reason: str, mend: str = "the line") -> InputError:
         return InputError(
-            f"{self.path}: line {line:,}: {reason}; mend the line, or use "
+            f"{self.path}: line {line:,}: {reason}; mend {mend}, or use "
             "--skip-bad to leave such lines out"
         )
 

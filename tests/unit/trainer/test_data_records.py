@@ -11,7 +11,8 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tests.support.training import step_lines, step_records, train_here
-from trainer.data.conversations import ConversationEncoder, template_render
+from trainer.data.chat_template import read_template
+from trainer.data.conversations import ConversationEncoder
 from trainer.data.inspect import inspect
 from trainer.data.manifest import MASKED_FORMAT_VERSION, Manifest, load_manifest
 from trainer.data.masked import MASKED, begins_record, ids_of, is_masked, with_marks
@@ -238,15 +239,15 @@ def test_a_template_that_changes_what_was_said_is_refused(tmp_path: Path, tokeni
     changing = tmp_path / "changing.jinja"
     changing.write_text("{{ messages | length }}" + TEMPLATE)
     encoder = ConversationEncoder(
-        tokenizer.read_bytes(), "chat", 0, template_render(tokenizer, changing)
+        tokenizer.read_bytes(), "chat", 0, read_template(tokenizer, changing)
     )
     with pytest.raises(InputError, match="another text for the beginning"):
         encoder.encode(json.dumps(chat("a", "b")))
     with pytest.raises(InputError, match="cannot be read"):
-        template_render(tokenizer, tmp_path / "none.jinja")
+        read_template(tokenizer, tmp_path / "none.jinja")
     (tokenizer.parent / "chat_template.jinja").unlink()
     with pytest.raises(InputError, match="--chat-template"):
-        template_render(tokenizer, None)
+        read_template(tokenizer, None)
 
 
 def test_training_counts_the_learned_tokens_alone(tmp_path: Path, tokenizer: Path) -> None:
