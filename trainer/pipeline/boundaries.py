@@ -107,6 +107,9 @@ class OnHost:
     def begin_replay(self, order: Sequence[tuple[int, int]]) -> None:
         assert set(order) == set(self._kept)
         self._wanted = deque(order)
+        if self._ring is not None and self._ring.slot_bytes != self._host[order[0]].nbytes:
+            self._device.wait()  # slots of another size may still be copied into
+            self._ring = None
         self._fetch()
 
     def take(self, stage: int, batch: int) -> Tensor:

@@ -245,3 +245,11 @@ def test_a_step_that_is_not_finite_leaves_nothing_staged(store: Path) -> None:
         assert txn.names() == before
         found = engine.train_step(txn, ROWS, step=2, learning_rate=1e-2)
         assert found.updated_shards == len(BLOCKS)
+
+
+def test_inputs_wait_on_the_host_whatever_the_length_of_rows(store: Path) -> None:
+    plain, fed = adapter_engine(store, settings_of("llama")), fed_engine(store, inputs_on_host=True)
+    for positions in (13, 7, 9):
+        rows = [each[:, :positions] for each in ROWS]
+        _, expected = adapter_gradients(store, plain, rows)
+        assert are_same(adapter_gradients(store, fed, rows)[1], expected)
