@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.support.command_fixtures import ask
 from tests.support.store_fixtures import medium, quick_path, root, store
 
-__all__ = ["medium", "quick_path", "root", "store"]
+__all__ = ["ask", "medium", "quick_path", "root", "store"]

@@ -15,11 +15,6 @@ from tests.support.transfer_stores import commit, contents, told_steps
 SIZE_BYTES = 16 << 20
 
 
-@pytest.fixture
-def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
-    return Ask(capsys)
-
-
 @pytest.mark.parametrize("verb", ["push", "pull", "clone"])
 def test_does_a_killed_copy_go_on(verb: str, tmp_path: Path, ask: Ask) -> None:
     source, target = tmp_path / "source", tmp_path / "target"

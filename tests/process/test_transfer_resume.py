@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 import shardb
 from tests.support.commands import Ask
 from tests.support.store_workers import commit_steps, started
@@ -13,11 +11,6 @@ from tests.support.training import arguments, make_data, step_records, train_her
 from tests.support.transfer_kill import check_clean
 
 STOP, END = 3, 6
-
-
-@pytest.fixture
-def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
-    return Ask(capsys)
 
 
 def test_does_a_pulled_run_repeat_every_step(tmp_path: Path, ask: Ask) -> None:

@@ -42,11 +42,6 @@ def url(endpoint: str, request: pytest.FixtureRequest) -> str:
     return f"s3://{BUCKET}/{request.node.name}"
 
 
-@pytest.fixture
-def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
-    return Ask(capsys)
-
-
 def test_does_a_fresh_machine_go_on_from_what_was_pushed(
     url: str, tmp_path: Path, ask: Ask
 ) -> None:

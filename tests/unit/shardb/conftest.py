@@ -8,11 +8,27 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.command_fixtures import alone, ask
 from tests.support.damage import Known
 from tests.support.small_stores import copy_store, fill_store
 from tests.support.store_fixtures import medium, quick_path, root, store
+from tests.support.transfer_fixtures import source, target
 
-__all__ = ["known", "long", "medium", "nobody", "quick_path", "root", "run", "store", "whole"]
+__all__ = [
+    "alone",
+    "ask",
+    "known",
+    "long",
+    "medium",
+    "nobody",
+    "quick_path",
+    "root",
+    "run",
+    "source",
+    "store",
+    "target",
+    "whole",
+]
 
 
 @pytest.fixture(scope="session")

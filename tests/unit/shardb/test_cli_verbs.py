@@ -22,25 +22,13 @@ from tests.support.small_stores import (
     tree,
 )
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 
 @pytest.fixture
 def store(whole: Path, tmp_path: Path) -> Path:
     """A copy of the store."""
     return copy_store(whole, tmp_path / "run")
-
-
-@pytest.fixture(autouse=True)
-def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No store in the environment, the current directory or the cache of checks."""
-    monkeypatch.delenv("SHARDB_STORE", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
-    """Run a command in this process."""
-    return Ask(capsys)
 
 
 # show

@@ -33,11 +33,6 @@ def run(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return copy_store(whole, tmp_path / "run")
 
 
-@pytest.fixture
-def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
-    return Ask(capsys)
-
-
 def test_does_pack_say_what_it_did(run: Path, ask: Ask) -> None:
     answer = ask("pack", run)
     assert (answer.code, answer.err) == (0, "")

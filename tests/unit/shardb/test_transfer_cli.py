@@ -18,11 +18,6 @@ from tests.support.transfer_stores import commit, contents
 
 
 @pytest.fixture
-def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
-    return Ask(capsys)
-
-
-@pytest.fixture
 def run(quick_path: Path) -> Path:
     """A store with steps 0 to 2, step 1 pinned as `best`."""
     with shardb.open(quick_path / "run", create=True) as store:

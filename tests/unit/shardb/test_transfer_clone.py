@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import pytest
@@ -16,20 +15,6 @@ from shardb.records import Record
 from shardb.transfer import clone
 from shardb.transfer_tally import Counts, Tally
 from tests.support.transfer_stores import commit, contents
-
-
-@pytest.fixture
-def source(quick_path: Path) -> Iterator[shardb.Store]:
-    with shardb.open(quick_path / "from", create=True) as opened:
-        for number in range(4):
-            commit(opened, number)
-        yield opened
-
-
-@pytest.fixture
-def target(quick_path: Path) -> Iterator[shardb.Store]:
-    with shardb.open(quick_path / "to", create=True) as opened:
-        yield opened
 
 
 def meanwhile(act: Callable[[], object]) -> Tally:

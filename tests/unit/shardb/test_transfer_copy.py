@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,21 +24,6 @@ from shardb.state import Tables
 from shardb.transfer import clone, copy_commit, copy_snapshot
 from shardb.transfer_tally import Tally
 from tests.support.transfer_stores import commit, contents, tables, told_steps
-
-
-@pytest.fixture
-def source(quick_path: Path) -> Iterator[shardb.Store]:
-    """A store with steps 0 to 3."""
-    with shardb.open(quick_path / "source", create=True) as store:
-        for step in range(4):
-            commit(store, step)
-        yield store
-
-
-@pytest.fixture
-def target(quick_path: Path) -> Iterator[shardb.Store]:
-    with shardb.open(quick_path / "target", create=True) as store:
-        yield store
 
 
 def reopened(store: shardb.Store, *, without_index: bool = True) -> shardb.Store:

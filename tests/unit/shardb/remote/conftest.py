@@ -24,12 +24,6 @@ def source(quick_path: Path) -> Iterator[shardb.Store]:
         yield store
 
 
-@pytest.fixture
-def target(quick_path: Path) -> Iterator[shardb.Store]:
-    with shardb.open(quick_path / "target", create=True) as store:
-        yield store
-
-
 @pytest.fixture(params=["directory", "memory"])
 def bucket(request: pytest.FixtureRequest, quick_path: Path) -> Bucket:
     if request.param == "directory":
