@@ -14,10 +14,9 @@ import pytest
 
 import shardb
 from serve.cli import HELP, command
-from tests.support.byte_model import END_ID, VOCAB_SIZE, byte_tokenizer, ids_of
 from tests.support.http_client import HttpClient, read_all
-from tests.support.scripted_store import followers_of, write_scripted_store
 from tests.support.small_stores import flip_bit, object_of
+from tests.support.spoken_steps import write_spoken_steps
 from tests.support.warm_process import WarmProcess
 from trainer.command_cli import answer, new_app
 
@@ -27,20 +26,8 @@ LONG = {"model": "primary", "prompt": "ab", "max_tokens": 700, "stream": True, "
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     """Two steps: the first says c after Q, the second d; both say a and b in turn for ever."""
-    root = tmp_path / "run"
-    for step, word in ((1, "c"), (2, "d")):
-        write_scripted_store(
-            root,
-            followers_of(ids_of("aba"), ids_of("Q" + word)),
-            vocab_size=VOCAB_SIZE,
-            window=1024,
-            eos_token_id=END_ID,
-            tokenizer=byte_tokenizer(),
-            step=step,
-        )
-        with shardb.open(root) as opened:
-            opened.create_snapshot(f"step-{step}")
-    return root
+    said = {1: ["aba", "Qc"], 2: ["aba", "Qd"]}
+    return write_spoken_steps(tmp_path / "run", said, window=1024)
 
 
 @dataclass(frozen=True, kw_only=True)

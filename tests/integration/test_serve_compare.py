@@ -8,28 +8,15 @@ from pathlib import Path
 import pytest
 
 import shardb
-from tests.support.byte_model import END_ID, VOCAB_SIZE, byte_tokenizer, ids_of
 from tests.support.http_client import HttpClient
 from tests.support.live_serving import following_server
-from tests.support.scripted_store import followers_of, write_scripted_store
+from tests.support.spoken_steps import write_spoken_steps
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     """Two commits that differ in their head alone: one says `ab` after Q, the other `ac`."""
-    root = tmp_path / "run"
-    for step, word in ((1, "ab"), (2, "ac")):
-        write_scripted_store(
-            root,
-            followers_of(ids_of("Q" + word)),
-            vocab_size=VOCAB_SIZE,
-            eos_token_id=END_ID,
-            tokenizer=byte_tokenizer(),
-            step=step,
-        )
-        with shardb.open(root) as opened:
-            opened.create_snapshot(f"step-{step}")
-    return root
+    return write_spoken_steps(tmp_path / "run", {1: ["Qab"], 2: ["Qac"]})
 
 
 def counted(client: HttpClient, name: str) -> int:

@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import shardb
 from serve.scheduler import Scheduler, SchedulerOptions
-from tests.support.byte_model import END_ID, VOCAB_SIZE, WINDOW, byte_tokenizer, ids_of
+from tests.support.byte_model import WINDOW
 from tests.support.byte_server import running_server, service_of
 from tests.support.http_client import HttpClient
-from tests.support.scripted_store import followers_of, write_scripted_store
+from tests.support.spoken_steps import write_spoken_steps
 
 SAID = "uó猫y😀z!"
 API_KEY = "key"
@@ -23,20 +22,8 @@ API_KEY = "key"
 
 def write_spoken_store(root: Path) -> Path:
     """Write two steps, each a snapshot, that say the same."""
-    spoken = followers_of(ids_of("Q" + SAID), [*ids_of(":"), *ids_of("u")])
-    for step in (1, 2):
-        write_scripted_store(
-            root,
-            spoken,
-            vocab_size=VOCAB_SIZE,
-            window=WINDOW,
-            eos_token_id=END_ID,
-            tokenizer=byte_tokenizer(),
-            step=step,
-        )
-        with shardb.open(root) as opened:
-            opened.create_snapshot(f"step-{step}")
-    return root
+    said = ["Q" + SAID, ":u"]
+    return write_spoken_steps(root, {1: said, 2: said}, window=WINDOW)
 
 
 @contextmanager
