@@ -24,6 +24,7 @@ from shardb.errors import ShardbError, StorageFailedError, StorageFullError, Usa
 from shardb.filesystem import CREATE, WRITE, FileSystem, opened
 from shardb.log import START, Position
 from shardb.state import TABLES
+from shardb.storage_errors import reason
 
 # Address space, not disk: the file grows as needed.
 MAP_BYTES = 16 << 30
@@ -206,6 +207,9 @@ class Index:
                 "index is caught up from it",
                 path=self.path,
             )
+        for code in (errno.EPERM, errno.EACCES, errno.EROFS, errno.EMFILE):
+            if os.strerror(code) in text:
+                text = reason(self._files, OSError(code, os.strerror(code), self.path))
         if "MDB_PANIC" in text:
             text = "it could not be written a moment ago, and is not used any more"
         return StorageFailedError(

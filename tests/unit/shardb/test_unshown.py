@@ -255,3 +255,9 @@ def test_is_an_error_that_nobody_turned_told_as_the_others_are(
     assert "or chmod" in capsys.readouterr().err
     assert fail(errno.ENOENT, run / "link") == 7
     assert "a link that leads nowhere; bring back" in capsys.readouterr().err
+
+
+def test_is_an_index_that_may_not_be_changed_told_with_what_helps(run: Path, nobody: None) -> None:
+    (run / "index/data.mdb").chmod(0o444)
+    with pytest.raises(StorageFailedError, match=r"data.mdb: the index failed .* or chmod"):
+        shardb.open(run)
