@@ -16,12 +16,11 @@ from shardb.objects import StagedObject
 from shardb.transfer import copy_commit
 from shardb.transfer_publisher import Publisher
 from tests.support.active_runs import (
-    Killed,
     head,
     logged_steps,
     pinned_steps,
     published_steps,
-    stop_after,
+    train_until_killed,
 )
 from tests.support.training import arguments, step_lines, step_records, train_here
 from trainer.active import TwoTiers
@@ -168,13 +167,10 @@ def test_steps_go_on_for_as_long_as_a_publication_takes(
 
 
 def test_after_a_kill_the_exact_newest_step_goes_on(
-    data: Path, store: Path, active: Path, plain: Path, monkeypatch: pytest.MonkeyPatch
+    data: Path, store: Path, active: Path, plain: Path
 ) -> None:
     flags = ("--max-steps", "8", "--active", str(active), "--durable-every", "3")
-    with monkeypatch.context() as patch:
-        stop_after(patch, 5)
-        with pytest.raises(Killed):
-            train_here(arguments(store, data, *flags))
+    train_until_killed(arguments(store, data, *flags), after=5)
     assert (head(store).step, head(active).step) == (3, 5)
     newest = head(active).id
     assert train_here(arguments(store)) == 0
@@ -187,13 +183,10 @@ def test_after_a_kill_the_exact_newest_step_goes_on(
 
 
 def test_after_power_loss_the_newest_durable_step_goes_on(
-    data: Path, store: Path, active: Path, plain: Path, monkeypatch: pytest.MonkeyPatch
+    data: Path, store: Path, active: Path, plain: Path
 ) -> None:
     flags = ("--max-steps", "8", "--active", str(active), "--durable-every", "3")
-    with monkeypatch.context() as patch:
-        stop_after(patch, 5)
-        with pytest.raises(Killed):
-            train_here(arguments(store, data, *flags))
+    train_until_killed(arguments(store, data, *flags), after=5)
     shutil.rmtree(active)
     assert train_here(arguments(store)) == 0
     assert head(store).shards == head(plain).shards == head(active).shards
@@ -235,16 +228,12 @@ def test_leaving_an_active_store_that_is_ahead_takes_its_steps_along(
     store: Path,
     active: Path,
     plain: Path,
-    monkeypatch: pytest.MonkeyPatch,
     to: str,
 ) -> None:
     """The kill comes before anything was published that names the active store."""
     assert train_here(arguments(store, data, "--max-steps", "2")) == 0
     flags = ("--max-steps", "8", "--active", str(active))
-    with monkeypatch.context() as patch:
-        stop_after(patch, 5)
-        with pytest.raises(Killed):
-            train_here(arguments(store, None, *flags))
+    train_until_killed(arguments(store, None, *flags), after=5)
     assert (head(store).step, head(active).step) == (2, 5)
     fifth = head(active).id
     elsewhere = "off" if to == "off" else str(active.parent / "other")
@@ -255,14 +244,9 @@ def test_leaving_an_active_store_that_is_ahead_takes_its_steps_along(
     assert head(active).id == fifth
 
 
-def test_a_finished_run_that_was_never_published_is(
-    data: Path, store: Path, active: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_run_that_was_never_published_is(data: Path, store: Path, active: Path) -> None:
     flags = ("--max-steps", "4", "--active", str(active))
-    with monkeypatch.context() as patch:
-        stop_after(patch, 4)
-        with pytest.raises(Killed):
-            train_here(arguments(store, data, *flags))
+    train_until_killed(arguments(store, data, *flags), after=4)
     assert head(store).step == 0
     assert train_here(arguments(store)) == 0
     assert head(store).id == head(active).id
@@ -271,14 +255,11 @@ def test_a_finished_run_that_was_never_published_is(
 
 
 def test_another_branch_in_the_same_active_store_takes_the_place_of_the_first(
-    data: Path, store: Path, active: Path, plain: Path, monkeypatch: pytest.MonkeyPatch
+    data: Path, store: Path, active: Path, plain: Path
 ) -> None:
     """What the first branch had not published is published before its space is given back."""
     flags = ("--max-steps", "8", "--active", str(active), "--save-every", "3")
-    with monkeypatch.context() as patch:
-        stop_after(patch, 5)
-        with pytest.raises(Killed):
-            train_here(arguments(store, data, *flags))
+    train_until_killed(arguments(store, data, *flags), after=5)
     retry = ("--branch", "retry", "--from", "step-3", "--learning-rate", "0.001")
     assert train_here(arguments(store, None, *retry, "--max-steps", "6")) == 0
     with shardb.open(active) as opened:

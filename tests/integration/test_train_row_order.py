@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import shardb
-from tests.support.active_runs import Killed, stop_after
+from tests.support.active_runs import train_until_killed
 from tests.support.training import arguments, step_records, train_here
 from trainer.run_shards import read_stored_run
 
@@ -19,15 +19,10 @@ def batches(store: Path) -> dict[int, str]:
     return {step: record.batch_digest for step, record in step_records(store).items()}
 
 
-def test_a_run_killed_within_a_buffer_goes_on_exactly(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_killed_within_a_buffer_goes_on_exactly(data: Path, tmp_path: Path) -> None:
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     assert train_here(arguments(straight, data, *BUFFER, "--max-steps", "6")) == 0
-    with monkeypatch.context() as dying:
-        stop_after(dying, 1)
-        with pytest.raises(Killed):
-            train_here(arguments(killed, data, *BUFFER, "--max-steps", "6"))
+    train_until_killed(arguments(killed, data, *BUFFER, "--max-steps", "6"), after=1)
     assert train_here(arguments(killed, None)) == 0
     assert step_records(killed) == step_records(straight)
     # Control: rows in the order of their files are other batches.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 import shardb
 from shardb.cli import run as shardb_command
+from tests.support.training import train_here
 from trainer.active import TwoTiers
 from trainer.run import Run
 
@@ -20,7 +22,7 @@ class Killed(Exception):
     """Stands for the death of the process."""
 
 
-def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+def _stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """Let the process "die" after a step: what is committed stays, nothing more is published."""
     true_step = Run.step
 
@@ -32,6 +34,14 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
         return line
 
     monkeypatch.setattr(Run, "step", dying)
+
+
+def train_until_killed(args: Sequence[str], *, after: int) -> None:
+    """Run `train` in this process until it "dies" after a step."""
+    with pytest.MonkeyPatch.context() as patch:
+        _stop_after(patch, after)
+        with pytest.raises(Killed):
+            train_here(args)
 
 
 def head(store: Path, branch: str = "main") -> shardb.Commit:
