@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from shardb.filesystem import RealFileSystem
+from tests.support.store_fixtures import active
 from tests.support.training import arguments, make_data, train_here
 
-RAM_DISK = Path("/dev/shm")
+__all__ = ["active", "data", "plain", "store"]
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write rows to train on and to validate with."""
     return make_data(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture
-def active() -> Iterator[Path]:
-    """Give a place for an active store on a RAM disk."""
-    if not RAM_DISK.is_dir():
-        pytest.skip(f"no RAM disk at {RAM_DISK}")
-    folder = Path(tempfile.mkdtemp(dir=RAM_DISK, prefix="shardb-test-"))
-    yield folder / "run"
-    shutil.rmtree(folder)
 
 
 @pytest.fixture

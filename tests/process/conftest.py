@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from tests.support.command_fixtures import ask
-from tests.support.store_fixtures import medium, quick_path, root, store
+from tests.support.store_fixtures import active, medium, quick_path, root, store
 
-__all__ = ["ask", "medium", "quick_path", "root", "store"]
+__all__ = ["active", "ask", "medium", "quick_path", "root", "store"]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 import signal
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,7 +23,6 @@ from tests.support.training import (
     train_here,
 )
 
-RAM_DISK = Path("/dev/shm")
 STEPS = 24
 SCHEDULE = ("--lr-schedule", "cosine", "--warmup-tokens", "512", "--decay-tokens", "1024")
 ENDLESS = ("--max-steps", "100000")
@@ -42,15 +39,6 @@ def straight(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, 
     store = tmp_path_factory.mktemp("straight") / "run"
     assert train_here(arguments(store, data, *SCHEDULE, "--max-steps", str(STEPS))) == 0
     return step_records(store)
-
-
-@pytest.fixture
-def active() -> Iterator[Path]:
-    if not RAM_DISK.is_dir():
-        pytest.skip(f"no RAM disk at {RAM_DISK}")
-    folder = Path(tempfile.mkdtemp(dir=RAM_DISK, prefix="shardb-test-"))
-    yield folder / "run"
-    shutil.rmtree(folder)
 
 
 def head_step(store: Path) -> int:

@@ -23,6 +23,15 @@ def root() -> Iterator[Path]:
         yield Path(folder) / "run"
 
 
+@pytest.fixture
+def active() -> Iterator[Path]:
+    """Where an active store goes: on a RAM disk."""
+    if not MEMORY.is_dir():
+        pytest.skip(f"no RAM disk at {MEMORY}")
+    with tempfile.TemporaryDirectory(prefix="shardb-test-", dir=MEMORY) as folder:
+        yield Path(folder) / "run"
+
+
 @pytest.fixture(params=MEDIA)
 def medium(request: pytest.FixtureRequest) -> Medium:
     """Files of a disk, and of a RAM disk, where objects are mapped."""
