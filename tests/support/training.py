@@ -120,7 +120,7 @@ class TrainProcess:
     def finish(self) -> tuple[int, str, str]:
         """Wait for the end; give exit code, the rest of standard output, and standard error."""
         out, err = self.process.communicate(timeout=WAIT_SECONDS)
-        return self.process.returncode, out, err
+        return self.process.wait(), out, err
 
     def __enter__(self) -> TrainProcess:
         return self
