@@ -26,6 +26,7 @@ Examples:
   model-doctor model.gguf
   model-doctor package --against run@step-600
   model-doctor package --json
+  model-doctor adapter        what `export-hf --adapter` wrote
 
 It looks at index and headers, names and shapes, the tie flag, doubled settings, the tokenizer and
 its special ids, file modes and leftovers, and counts NaN and infinite values. Nothing is changed,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from export.doctor_adapter import ADAPTER_CONFIG, examine_adapter, is_adapter
 from export.doctor_against import Compared, folder_against, gguf_against
 from export.doctor_config import config_findings
 from export.doctor_files import MANIFEST, folder_hygiene, folder_weights, manifest_digests
@@ -64,11 +65,18 @@ def _examine_folder(folder: Path, against: Against | None, load: Load) -> Examin
     if not any((folder / name).exists() for name in (CONFIG, INDEX)) and not any(
         folder.glob("*.safetensors")
     ):
-        if (folder / "adapter_config.json").exists():
+        if (folder / ADAPTER_CONFIG).exists():
             remedy = "merge it into its model, and look at that"
             raise UnreadablePackageError(f"{folder}: an adapter, no whole model: {remedy}")
         what = f"{folder}: no package: it holds neither {CONFIG} nor safetensors weights"
         raise UnreadablePackageError(what + _hint(folder))
+    if is_adapter(folder):
+        if against is not None:
+            raise InputError(
+                f"{folder}: an adapter, and --against compares whole models: export it with"
+                f" `export-hf {against.store} --merge --out DIR`, and give that folder"
+            )
+        return examine_adapter(folder)
     findings: list[Finding] = []
     weights = folder_weights(folder)
     findings += weights.findings

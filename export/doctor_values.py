@@ -89,6 +89,21 @@ def not_finite(extents: Iterable[Extent]) -> tuple[list[Finding], int]:
     return findings, looked
 
 
+def all_zero(extent: Extent) -> bool:
+    """Say whether every byte of a tensor is zero."""
+    buffer = bytearray(min(extent.bytes, CHUNK_BYTES))
+    with extent.path.open("rb", buffering=0) as file:
+        file.seek(extent.offset)
+        left = extent.bytes
+        while left:
+            part = memoryview(buffer)[: min(left, len(buffer))]
+            _fill(file, part)
+            if np.frombuffer(part, dtype=np.uint8).any():
+                return False
+            left -= len(part)
+    return True
+
+
 def _count(extent: Extent, form: Form) -> tuple[int, int, int]:
     item_bytes = np.dtype(form.item).itemsize
     step = item_bytes * form.stride

@@ -29,6 +29,7 @@ Examples:
   export-hf run --average step-2800,step-2900,step-3000 --out mean
   export-hf run --out package --reference-logits package.npz
   export-hf run --out adapter --adapter      what `train --lora-rank` trained, for peft
+  export-hf run --out adapter --adapter --base-model meta/model   with the name of its base
   export-hf run --out package --merge        the base with it
   export-hf run --out package --merge --merge-into imported   not the base as it was packed
 
@@ -60,6 +61,9 @@ def command(
         Path | None, typer.Option(help="Also write ids and fp32 logits to this .npz file.")
     ] = None,
     adapter: Annotated[bool, typer.Option(help="The adapters alone, as peft loads them.")] = False,
+    base_model: Annotated[
+        str | None, typer.Option(help="With --adapter: name or folder of the base, for peft.")
+    ] = None,
     merge: Annotated[bool, typer.Option(help="Merge the adapters into their base.")] = False,
     merge_into: options.MergeInto = None,
     chat_template: Annotated[Path | None, typer.Option(help="A Jinja file.")] = None,
@@ -79,7 +83,9 @@ def command(
             "--dtype": dtype,
         }
         _refuse_beside_adapter([flag for flag, value in refused.items() if value])
-        return _export_adapter(store, out, ref, overwrite, allow_network, json)
+        return _export_adapter(store, out, ref, base_model, overwrite, allow_network, json)
+    if base_model is not None:
+        raise InputError("--base-model names the base of adapters: give --adapter, or leave it out")
     # torch takes seconds, and help should not.
     from export.hf_export import export_package
     from export.hf_plan import ExportRequest
@@ -112,11 +118,24 @@ def _refuse_beside_adapter(flags: list[str]) -> None:
 
 
 def _export_adapter(
-    store: str, out: Path, ref: str | None, overwrite: bool, allow_network: bool, json: bool
+    store: str,
+    out: Path,
+    ref: str | None,
+    base_model: str | None,
+    overwrite: bool,
+    allow_network: bool,
+    json: bool,
 ) -> int:
     from export.peft_export import export_adapter
 
-    report = export_adapter(store, out, ref=ref, overwrite=overwrite, allow_network=allow_network)
+    report = export_adapter(
+        store,
+        out,
+        ref=ref,
+        overwrite=overwrite,
+        allow_network=allow_network,
+        base_model=base_model,
+    )
     if json:
         print(json_text.dumps(report.to_json()))
         return 0

@@ -50,9 +50,20 @@ class AdapterReport:
 
 
 def export_adapter(
-    store: str, out: Path, *, ref: str | None, overwrite: bool, allow_network: bool = False
+    store: str,
+    out: Path,
+    *,
+    ref: str | None,
+    overwrite: bool,
+    allow_network: bool = False,
+    base_model: str | None = None,
 ) -> AdapterReport:
-    """Write the folder; raises a ShardbError or OSError and leaves nothing behind."""
+    """Write the folder; raises a ShardbError or OSError and leaves nothing behind.
+
+    base_model: the name or folder of the base, where its own configuration does not tell it.
+    """
+    if base_model == "":
+        raise InputError("--base-model is empty: give the base's name or folder")
     check_apart(out, Path(store))
     with open_weights(store, ref=ref, allow_network=allow_network) as weights:
         lora = weights.adapters[-1]
@@ -66,7 +77,7 @@ def export_adapter(
         with Draft(out, is_directory=True, overwrite=overwrite) as draft:
             draft.check_space(size + SPARE_BYTES)
             save_file(tensors, draft.path / WEIGHTS_FILE, metadata={"format": "pt"})
-            config = adapter_config(lora, weights.source, list(tensors))
+            config = adapter_config(lora, weights.source, list(tensors), base_model)
             text = json.dumps(config, indent=2, sort_keys=True) + "\n"
             (draft.path / CONFIG_FILE).write_text(text)
             check_adapter(draft.path, tensors, weights.source)
@@ -95,14 +106,16 @@ def package_adapters(weights: Weights, source: SourcePackage) -> dict[str, Tenso
     return dict(sorted(found.items()))
 
 
-def adapter_config(lora: LoraSettings, source: SourcePackage, names: list[str]) -> dict[str, Any]:
+def adapter_config(
+    lora: LoraSettings, source: SourcePackage, names: list[str], base_model: str | None = None
+) -> dict[str, Any]:
     """Give adapter_config.json."""
     modules = {name.removesuffix(A_ENDS).rpartition(".")[2] for name in names if A_ENDS in name}
     targets = modules if ALL_LINEAR in lora.targets else set(lora.targets)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(source.config.get("_name_or_path") or ""),
+        "base_model_name_or_path": base_model or str(source.config.get("_name_or_path") or ""),
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "lora_dropout": lora.dropout,
