@@ -118,7 +118,8 @@ def plan_log(
         told.index_aside, told.index_knew = "it is that of another store", []
     elif superseded:
         told.index_knew = []  # the log goes on from all that the index knew
-    _Telling(plan, log, told, checked, copy).tell()
+    whole = copy.root if copy is not None and _has_seen_end(copy, index) else None
+    _Telling(plan, log, told, checked, copy, whole).tell()
     return told
 
 
@@ -229,6 +230,14 @@ def _only_in(index: IndexState, tables: DictTables) -> list[str]:
     ]
 
 
+def _has_seen_end(copy: StoreFiles, index: IndexState | None) -> bool:
+    """Whether a copy's log ends with the record that our index applied last."""
+    sequences = copy.sequences()
+    frames = all_frames(copy.segment(sequences[-1])) if sequences else []
+    applied = index.applied if index is not None else START
+    return bool(frames) and (frames[-1].lsn, frames[-1].digest) == (applied.lsn, applied.digest)
+
+
 # In words
 
 ORIGINS = {
@@ -248,8 +257,11 @@ class _Telling:
         told: LogPlan,
         checked: Replay,
         copy: StoreFiles | None,
+        whole: str | None,
     ) -> None:
+        """`whole` is the root of a copy that has all of the log, if there is one."""
         self.plan = plan
+        self.whole = whole
         self.log = log
         self.told = told
         self.checked = checked
@@ -279,6 +291,9 @@ class _Telling:
     def _tell_end(self) -> None:
         told = self.told
         lost = self._lost_text()
+        if lost is not None and told.end.origin == "index" and self.whole is not None:
+            place = f"{self.whole}/wal"
+            lost += f" ({place} has all of it: with that in the place of wal/, nothing is lost)"
         for sequence in told.aside:
             does = f"log segment {sequence}, which is of no use, is kept aside"
             self.plan.add("log_set_aside", self.log.stored_path(sequence), does, lost)

@@ -10,8 +10,10 @@ import pytest
 
 import shardb
 from shardb.errors import FormatError, LogTruncatedError
+from shardb.filesystem import RealFileSystem
 from shardb.read_only import open_to_look
 from shardb.repair import repair
+from shardb.repair_sources import StoreFiles
 from tests.support.small_stores import commit_step, copy_store, fill_store, fsck, kinds
 
 BEGUN, BACKED_UP, AHEAD = 3, 5, 9
@@ -130,3 +132,25 @@ def test_is_a_log_that_cannot_be_read_no_witness_against_the_index(
     (segment,) = (backup / "wal").iterdir()
     segment.write_bytes(b"")
     assert "index_foreign" not in kinds(fsck(backup))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_is_a_copy_with_all_of_the_log_named_where_ours_went_another_way(
+    backup: Path, tmp_path: Path, ahead: bool
+) -> None:
+    """An older log that was put back had been written to: the records of the copy do not follow."""
+    older = copy_store(backup, tmp_path / "older")
+    with shardb.open(older) as store:
+        store.create_snapshot("theirs")
+    go_on(backup, range(BACKED_UP + 1, AHEAD))
+    copy = copy_store(backup, tmp_path / "copy")
+    if ahead:
+        go_on(copy, [AHEAD])
+    put_back(older, backup, "wal")
+    outcome = repair(str(backup), source=StoreFiles(RealFileSystem(), str(copy)))
+    said = " ".join(action.loses or "" for action in outcome.plan.actions)
+    assert (f"{copy}/wal has all of it" in said) is not ahead
+    if not ahead:
+        put_back(copy, backup, "wal")
+        assert repair(str(backup)).plan.is_empty
+        assert steps(backup)["main"] == AHEAD - 1
