@@ -9,11 +9,12 @@ A row is light: this is read for a hundred thousand commits at once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from shardb.errors import FormatError, LogDamagedError
-from shardb.filesystem import FileSystem
+from shardb.filesystem import FileSystem, read_file
 from shardb.format import read_format
 from shardb.history import (
     FaultKey,
@@ -25,7 +26,9 @@ from shardb.history import (
     read_log,
     read_newest,
 )
-from shardb.log import Log
+from shardb.index import MAP_BYTES
+from shardb.index_state import IndexUnreadableError, read_index
+from shardb.log import START, Log, Position
 from shardb.records import Record
 from shardb.transfer_lineage import PastStep
 
@@ -109,15 +112,35 @@ def read_timeline(files: FileSystem, root: str, span: Span = EVERYTHING) -> Time
     log = Log(files, f"{root}/wal")
     with quiet_log(files, root):
         sequences, last = read_newest(log)
+        applied = _applied(files, root)
     wanted = _wanted_segments(log, sequences, last, span)
     teller, met = _Teller(), []
+    last_lsn, is_other = 0, False
     for item in read_log(log, wanted, last=last, first=wanted[0] if wanted != sequences else 1):
         if isinstance(item, LogEntry):
             teller.meet(item.record)
+            last_lsn, digest = item.frame.lsn, item.frame.digest
+            is_other = is_other or (last_lsn == applied.lsn and digest != applied.digest)
         elif not _is_unfinished(item, sequences):
             met.append(item)
     faults += [_fault_text(fault) for fault in met if key_of(fault) not in teller.acknowledged]
+    if not sequences:
+        faults.append(f"{root}/wal: the log is missing; put it back, or run `shardb repair`")
+    elif not met and (is_other or last_lsn < applied.lsn):
+        faults.append(
+            f"{log.stored_path(sequences[-1])}: the log ends before record {applied.lsn}, or has "
+            "another one, and the index has applied that: it was cut or replaced by another copy. "
+            "Put the right one back, or run `shardb fsck`, then `shardb repair`"
+        )
     return Timeline(rows=span.of(teller.ended()), faults=[*faults, *teller.faults])
+
+
+def _applied(files: FileSystem, root: str) -> Position:
+    """The record that the index has applied last; the start where it cannot say."""
+    with suppress(OSError, IndexUnreadableError):
+        path = f"{root}/index/data.mdb"
+        return read_index(read_file(files, path, limit_bytes=MAP_BYTES)).applied
+    return START
 
 
 def _wanted_segments(log: Log, sequences: list[int], last: bytes | None, span: Span) -> list[int]:

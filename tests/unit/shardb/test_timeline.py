@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import shardb
 from shardb.branching import create_branch, delete_branch, delete_snapshot, rewind
 from shardb.filesystem import RealFileSystem
 from shardb.timeline import Row, Span, read_timeline
-from tests.support.small_stores import commit_step, fill_store, flip_bit
+from tests.support.small_stores import commit_step, copy_store, fill_store, flip_bit
 
 
 def rows_of(root: Path, **wanted: object) -> list[Row]:
@@ -115,3 +117,43 @@ def test_is_a_commit_that_a_damaged_segment_told_known_from_the_next(
     steps = [row.step for row in timeline.rows]
     assert steps == sorted(steps)
     assert 3 in steps, "the snapshot's commit stands in every checkpoint"
+
+
+def removed(root: Path) -> None:
+    for path in (root / "wal").iterdir():
+        path.unlink()
+
+
+def cut(root: Path) -> None:
+    last = max((root / "wal").glob("*.wal"))
+    last.write_bytes(last.read_bytes()[:-300])
+
+
+def replaced(root: Path) -> None:
+    """By the log of a copy that went another way, which is longer."""
+    before = copy_store(root, root.parent / "before")
+    with shardb.open(root) as store:
+        commit_step(store, 4)
+    with shardb.open(before) as store:
+        for step in range(5, 8):
+            commit_step(store, step)
+    shutil.rmtree(root / "wal")
+    (before / "wal").rename(root / "wal")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [(removed, "the log is missing"), (cut, "the log ends before"), (replaced, "has another one")],
+)
+def test_is_a_log_that_the_index_has_seen_more_of_not_told_as_whole(
+    tmp_path: Path, spoil: Callable[[Path], None], said: str
+) -> None:
+    root = tmp_path / "run"
+    fill_store(root, range(4))
+    spoil(root)
+    timeline = read_timeline(RealFileSystem(), str(root))
+    assert len(timeline.faults) == 1, timeline.faults
+    assert said in timeline.faults[0]
+    (root / "index/data.mdb").unlink(missing_ok=True)
+    told = read_timeline(RealFileSystem(), str(root)).faults
+    assert len(told) == (1 if spoil is removed else 0), "without the index nobody knows"
