@@ -54,7 +54,8 @@ class PipelineCourse:
             result = step.conclude(txn, self._forget_next)
             if result is not None and self._ahead is None and next_rows is not None:
                 self._begin_next(step, next_rows)
-            step.drain()
+            with step.sealing():
+                self._pipeline.sealer.drain()
             if result is not None:
                 result.timings.update(step.timings)
             step.close()

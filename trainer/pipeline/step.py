@@ -18,9 +18,9 @@ be scaled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 
@@ -33,7 +33,7 @@ from trainer.pipeline.graphs import HeadWork
 from trainer.pipeline.measuring import Told
 from trainer.pipeline.pipeline import Pipeline
 from trainer.pipeline.slots import Slot
-from trainer.pipeline.updating import StepRule, Updates
+from trainer.pipeline.updating import TileTensors, Updates
 from trainer.pipeline.writing import new_writes
 from trainer.step import ShardTransaction, StepOrder, StepResult
 from trainer.timing import StepClock
@@ -82,7 +82,6 @@ class PipelineStep:
         self._residents = dict(pipeline.residents)
         self._names = [stage.name for stage in model.owners()]
         self._backward = list(reversed(self._names))
-        self._unasked: Callable[[], None] | None = None
         self._tied_sum: tuple[Slot, PlacedSum] | None = None
         self._updates_at_once = True
         self._known_scale: Tensor | None = None
@@ -92,10 +91,11 @@ class PipelineStep:
         with self._clock.measure("param_load_seconds"):
             return self._base.settle(txn)
 
-    def drain(self) -> None:
-        """Wait for copies out, and for what is digested with them."""
+    @contextmanager
+    def sealing(self) -> Iterator[None]:
+        """Count the wait for copies out and digests."""
         with self._clock.measure("param_save_stage_seconds"):
-            self._pipeline.sealer.drain()
+            yield
 
     @property
     def timings(self) -> Mapping[str, float]:
@@ -214,7 +214,7 @@ class PipelineStep:
         return Parameters(self._lanes, base, ring, kept, order, pipeline.peer, begins_with)
 
     def _open_updates(self, txn: ShardTransaction) -> Updates:
-        pipeline, rate = self._pipeline, self._order.learning_rate
+        pipeline = self._pipeline
         order = [(name, pipeline.shapes[name]) for name in self._backward]
         stay = {*self._residents, *pipeline.host_side}
         return Updates(
@@ -234,7 +234,7 @@ class PipelineStep:
             shapes=pipeline.shapes,
             residents=self._residents,
             host_side=pipeline.host_side,
-            apply=StepRule(rule=pipeline.rule, step=pipeline.step_number, learning_rate=rate),
+            apply=self._apply,
             step=self.step,
         )
 
@@ -312,14 +312,15 @@ class PipelineStep:
                         boundaries.done()
                     del x
             self._finish(stage.name, brought, slot, total)
-        self._ask_update()
+
+    # Parts of the passes
 
     def _open_sum(self, name: str) -> tuple[Slot, PlacedSum]:
         slot = self._pipeline.gradients.take(Lane.COMPUTE)
         return slot, PlacedSum(self._pipeline.shapes[name].views(slot.buffer))
 
     def _finish(self, name: str, brought: Brought, slot: Slot, total: PlacedSum) -> None:
-        """Take a stage's norms, bank its gradients, update the one before, and this one later."""
+        """Take a stage's norms, then update it now, or bank its gradients for later."""
         pipeline, shape = self._pipeline, self._pipeline.shapes[name]
         norms = self._measures.take_norms(name, total.gradients)
         bank = pipeline.bank if self._mode == "global" else None
@@ -333,21 +334,9 @@ class PipelineStep:
             slot.buffer[: shape.count].mul_(self._known_scale)
         elif self._mode == "shard":
             slot.buffer[: shape.count].mul_(self._measures.scale_of(name, total_norm([norms])))
-        ready = self._lanes.mark(Lane.COMPUTE)
-        self._ask_update()
-        self._unasked = partial(self._update, name, brought, slot, ready)
-
-    def _ask_update(self) -> None:
-        """Ask for an update that waited until the device had a stage to go back through."""
-        if self._unasked is not None:
-            self._unasked()
-        self._unasked = None
-
-    def _update(self, name: str, brought: Brought, slot: Slot, ready: Mark | None) -> None:
-        bank = self._pipeline.bank if self._mode == "global" else None
-        self._updates.update(brought, slot.buffer, ready)
-        self._params.give_back_updated(brought, here=name not in self._pipeline.host_side)
-        self._pipeline.gradients.give_back(slot, Lane.UPDATE, self._copied_out(name, bank))
+        self._updates.update(brought, slot.buffer, self._lanes.mark(Lane.COMPUTE))
+        self._params.give_back_updated(brought, here=name not in pipeline.host_side)
+        pipeline.gradients.give_back(slot, Lane.UPDATE, self._copied_out(name, bank))
 
     def _copied_out(self, name: str, bank: GradientBank | None) -> Mark | None:
         """Give the mark behind which a gradient slot's copy to the host, if there is one, is."""
@@ -380,6 +369,18 @@ class PipelineStep:
         for name, resident in self._residents.items():
             if f"params/{name}" in self._updates.writes.staged:
                 resident.step = None
+
+    def _apply(self, tile: TileTensors, step: Tensor | None) -> None:
+        self._pipeline.rule.apply(
+            tile.params,
+            tile.gradients,
+            tile.states,
+            decayed=tile.decayed,
+            step=self._pipeline.step_number if step is None else step,
+            learning_rate=self._order.learning_rate,
+        )
+
+    # The end
 
     def _result(self, told: Told) -> StepResult:
         pipeline = self._pipeline

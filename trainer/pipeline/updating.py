@@ -17,8 +17,6 @@ from torch import Tensor
 from shardb import ShardView, TensorSpec
 from shardb.views import StagedShard
 from trainer.device_lanes import Lane, Lanes, Mark
-from trainer.optimizers.adamw import AdamW
-from trainer.optimizers.encoded_adamw import EncodedAdamW
 from trainer.pipeline.feeding import BaseImages, Brought, StagedImage, StateTiles
 from trainer.pipeline.host_side import HostSide
 from trainer.pipeline.residents import Resident, address_of
@@ -43,26 +41,6 @@ class TileTensors:
     gradients: list[Tensor]
     states: list[list[Tensor]]
     decayed: list[bool]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepRule:
-    """The rule with a step's numbers; `step` is the step's, on the device."""
-
-    rule: AdamW | EncodedAdamW
-    step: Tensor
-    learning_rate: float
-
-    def __call__(self, tile: TileTensors, step: Tensor | None) -> None:
-        """Update a tile in place; step: where it is not on the device."""
-        self.rule.apply(
-            tile.params,
-            tile.gradients,
-            tile.states,
-            decayed=tile.decayed,
-            step=self.step if step is None else step,
-            learning_rate=self.learning_rate,
-        )
 
 
 @dataclass(kw_only=True)
