@@ -15,7 +15,13 @@ from dataclasses import dataclass
 import xxhash
 
 from shardb.errors import FormatError, NotFoundError, ShardbError, UsageError
-from shardb.filesystem import FileSystem, leads_nowhere, read_file, write_file_durably
+from shardb.filesystem import (
+    FileSystem,
+    leads_nowhere,
+    list_if_there,
+    read_file,
+    write_file_durably,
+)
 
 MAGIC = "shardb"
 FORMAT_VERSION = 1
@@ -29,6 +35,13 @@ class Format:
 
     version: int
     store_id: str
+
+
+ORPHANS = (
+    "missing, and the log with it, but there are objects: the log, or the index, says which "
+    "of them belong together. Put FORMAT and wal/ back from a copy of the store, clone the copy "
+    "(`shardb clone COPY NEW`), or run `shardb repair`, which goes on with what the index knows"
+)
 
 
 def format_path(root: str) -> str:
@@ -90,6 +103,13 @@ def has_whole_format(files: FileSystem, root: str) -> bool:
         return False
 
 
+def has_objects(files: FileSystem, root: str) -> bool:
+    """Whether objects of a store lie there, whatever became of the rest of it."""
+    with suppress(OSError):
+        return bool(list_if_there(files, f"{root}/objects"))
+    return False
+
+
 def read_format(files: FileSystem, root: str) -> Format:
     """Read the FORMAT of a store; NotFoundError when there is no store at `root`."""
     path = format_path(root)
@@ -121,6 +141,8 @@ def _why_unreadable(files: FileSystem, root: str, error: OSError) -> ShardbError
     if files.exists(f"{root}/wal"):
         beside = "missing, but there is a log beside it"
         return FormatError(f"{path}: {beside}; {remedy}", path=path)
+    if has_objects(files, root):
+        return FormatError(f"{path}: {ORPHANS}", path=path)
     if leads_nowhere(files, root):
         there = "there is no store here: this is a link that leads nowhere; mount or bring back"
         return NotFoundError(f"{root}: {there} what it leads to", path=root)

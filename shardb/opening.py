@@ -45,6 +45,8 @@ def create(files: FileSystem, root: str) -> bool:
             "copy, or run `shardb repair`",
             path=root,
         )
+    if store_format.has_objects(files, root):
+        raise FormatError(f"{store_format.format_path(root)}: {store_format.ORPHANS}", path=root)
     if files.exists(root) and not files.status(root).is_directory:
         raise UsageError(f"{root}: this is a file; choose a directory", path=root)
     if files.exists(root) and files.list(root) and not files.exists(f"{root}/wal"):

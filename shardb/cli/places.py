@@ -16,7 +16,7 @@ import typer
 
 from shardb.errors import NotFoundError, UsageError
 from shardb.filesystem import RealFileSystem, leads_nowhere
-from shardb.format import format_path
+from shardb.format import format_path, has_objects
 
 VARIABLE = "SHARDB_STORE"
 
@@ -39,9 +39,10 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 
 
 def looks_like_store(path: str) -> bool:
-    """Whether there is a store at `path`, damaged or not: a FORMAT file, or a log."""
+    """Whether there is a store at `path`, damaged or not: a FORMAT file, a log, or objects."""
     files = RealFileSystem()
-    return any(files.exists(place) for place in (format_path(path), f"{path}/wal"))
+    there = any(files.exists(place) for place in (format_path(path), f"{path}/wal"))
+    return there or has_objects(files, path)
 
 
 def store_path(given: str | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,17 @@ import xxhash
 
 import shardb
 from shardb import format as store_format
-from shardb.errors import FormatError, NotFoundError, ShardbError, UsageError
+from shardb.cli import run as run_command
+from shardb.errors import (
+    CorruptionError,
+    FormatError,
+    NotFoundError,
+    ShardbError,
+    UsageError,
+)
 from shardb.filesystem import RealFileSystem
+from shardb.repair import repair
+from tests.support.small_stores import copy_store, fsck, tree
 from tests.support.stores import InterposedFiles, commit_step
 
 FILES = RealFileSystem()
@@ -190,3 +200,42 @@ def test_is_a_new_store_durable_in_its_parent(root: Path, readable: bool) -> Non
     assert {str(root.parent), str(root), f"{root}/wal"} <= set(synced)
     assert synced.index(str(root.parent)) < synced.index(str(root))
     assert os.path.exists(root / "FORMAT")
+
+
+@pytest.mark.parametrize("left", [("objects", "reserve"), ("objects",)])
+def test_is_no_store_begun_over_the_objects_of_another(
+    whole: Path, root: Path, left: tuple[str, ...]
+) -> None:
+    """A collection would give them back: FORMAT, log and index may be in a copy."""
+    run = copy_store(whole, root)
+    for path in run.iterdir():
+        if path.name in left:
+            continue
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    before = tree(run)
+    for create in (False, True):
+        with pytest.raises(FormatError, match=r"but there are objects.*clone COPY NEW"):
+            shardb.open(run, create=create)
+    with pytest.raises(CorruptionError, match="Clone the store from a copy"):
+        repair(str(run), yes=True)
+    assert tree(run) == before
+
+
+def test_does_a_repair_go_on_with_the_index_where_format_and_log_are_gone(
+    whole: Path, root: Path
+) -> None:
+    run = copy_store(whole, root)
+    shutil.rmtree(run / "wal")
+    (run / "FORMAT").unlink()
+    assert run_command(["show", str(run)]) == 3
+    repair(str(run), yes=True)
+    assert not fsck(run).has_errors
+    with shardb.open(run) as store:
+        assert store.resolve().step == 6
+        assert set(store.snapshots()) == {"step-2"}
+
+
+def test_is_a_place_whose_objects_may_not_be_listed_no_store(tmp_path: Path) -> None:
+    (tmp_path / "objects").write_bytes(b"no directory")
+    with pytest.raises(NotFoundError):
+        shardb.open(tmp_path)
