@@ -24,6 +24,7 @@ from shardb.history import read_newest
 from shardb.leases import Leases
 from shardb.locks import Locks
 from shardb.log import COMPRESSION_LEVEL, Log, Position, TornTail
+from shardb.obstacles import obstacle_at
 from shardb.records import new_id, new_record
 from shardb.repair_log import LogPlan
 
@@ -90,7 +91,10 @@ class _Mending:
             self._cut()
 
     def _fill(self, sequence: int, data: bytes) -> None:
-        """The last segment is stored raw, every other one compressed."""
+        """The last segment is stored raw, others compressed; what is no file there goes aside."""
+        for path in (self.log.path(sequence), self.log.compressed_path(sequence)):
+            if obstacle_at(self.files, path) is not None:
+                self.files.rename(path, self._aside(path.rpartition("/")[2]))
         if sequence == self.told.sequences[-1]:
             write_file_durably(self.files, self.log.path(sequence), data)
             return

@@ -228,3 +228,19 @@ def test_is_what_cannot_be_mended_told_as_json(run: Path) -> None:
     assert told["actions"] == []
     assert {item["path"].endswith(".safetensors") for item in told["unmended"]} == {True}
     assert all("--from OTHER" in item["why"] for item in told["unmended"])
+
+
+@pytest.mark.parametrize("position", [0, -1])
+def test_is_a_directory_in_the_place_of_a_segment_that_a_copy_has_moved_aside(
+    run: Path, long: Path, position: int
+) -> None:
+    known = Known.of(long)
+    segment = sorted((run / "wal").iterdir())[position]
+    segment.unlink()
+    segment.mkdir()
+    (segment / "somebody's").write_bytes(b"x")
+    outcome = repair(str(run), yes=True, source=copied(long))
+    assert words(outcome) == ["log_fill"]
+    assert not outcome.plan.loses
+    assert [path.name for path in (run / "wal").glob("damaged-*/*")] == ["somebody's"]
+    check_repaired(run, known)
