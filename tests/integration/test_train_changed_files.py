@@ -34,6 +34,8 @@ def test_is_a_changed_weight_neither_trained_on_nor_published(
         return line
 
     flags = ("--max-steps", "8", "--active", str(active), "--durable-every", "2")
+    # With a fourth copy the active store has an older step that a repair can go back to.
+    flags += ("--active-copies", "4")
     with monkeypatch.context() as patch:
         patch.setattr(Run, "step", disturbed)
         assert train_here(arguments(store, data, *flags)) == 3
