@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from shardb import Commit
-from shardb.errors import ShardbError
+from shardb.errors import CorruptionError, ShardbError
 from shardb.state import DEFAULT_BRANCH
 from trainer.budget import check_memory
 from trainer.ceiling import Ceiling, ceiling_of
@@ -224,10 +224,14 @@ def _rescue(run: Run, progress: Progress) -> None:
     try:
         run.tiers.finish(run.head)
     except ShardbError as error:
-        progress.note(
-            f"step {run.head.step} is only in {run.tiers.training.root} ({error.message}): it is"
-            " published when the run goes on"
-        )
+        root = run.tiers.training.root
+        then = "it is published when the run goes on"
+        if isinstance(error, CorruptionError):
+            then = (
+                f"if `shardb repair {root}` cannot mend it, move that folder away: the run goes on"
+                f" after step {run.tiers.durable_step}, which is in {run.tiers.durable.root}"
+            )
+        progress.note(f"step {run.head.step} is only in {root} ({error.message}): {then}")
 
 
 def _say_start(plan: Plan, tiers: Tiers, head: Commit, progress: Progress) -> None:
