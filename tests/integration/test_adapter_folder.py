@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from export import doctor_cli
 from export.doctor_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from export.doctor_run import Against, examine
+from shardb.errors import NotFoundError
 from tests.support.adapters import imported_store
 from tests.support.commands import Ended
 from tests.support.export_commands import run_here
@@ -142,6 +143,17 @@ def test_the_base_is_named_when_asked(
         capsys, "hf", trained[1], "--merge", "--out", tmp_path / "m", "--base-model", "x"
     )
     assert (alone.code, "give --adapter" in alone.err) == (2, True)
+
+
+@pytest.mark.parametrize("more", [("--adapter",), ("--merge",), ()])
+def test_a_store_that_is_not_there_is_not_to_be_made(
+    more: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = run_here(capsys, "hf", tmp_path / "none", *more, "--out", tmp_path / "out")
+    assert found.code == NotFoundError.exit_code
+    assert f"{tmp_path / 'none'}: there is no store here: give the one" in found.err
+    assert "shardb init" not in found.err
+    assert not list(tmp_path.iterdir())
 
 
 AUTO_SCRIPT = """
