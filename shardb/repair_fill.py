@@ -16,7 +16,15 @@ from shardb.fsck_view import View
 from shardb.index_state import IndexState
 from shardb.log import Log
 from shardb.repair_sources import StoreFiles
-from shardb.repair_state import START_OF_LOG, Chain, all_frames, has_effect, last_chain, merged
+from shardb.repair_state import (
+    START_OF_LOG,
+    Chain,
+    all_frames,
+    has_effect,
+    last_chain,
+    merged,
+    only_in,
+)
 
 
 class FilledLog(Log):
@@ -122,6 +130,8 @@ class _Filling:
             found = merged(ours, theirs, before)
             if found != ours and self._is_whole(sequence, found, ours):
                 self.fills[sequence] = found
+            elif self._is_the_right_one(sequence, theirs, before):
+                self.fills[sequence] = theirs
         return self.fills
 
     def _ours(self, sequence: int) -> bytes | None:
@@ -151,7 +161,7 @@ class _Filling:
         """Whether nothing is missing: what comes behind follows, or nobody saw more of it."""
         chain = last_chain(found)
         ours_frames = all_frames(ours)
-        if chain is None or any(frame.offset >= len(found) for frame in ours_frames):
+        if chain is None or only_in(ours, found):
             return False
         is_ours = self._follows(chain, self._ours(sequence + 1))
         is_theirs = self._follows(chain, self.copy.segment(sequence + 1))
@@ -159,6 +169,30 @@ class _Filling:
         if False in (is_ours, is_seen) or (is_ours is None and is_theirs is False):
             return False
         return bool(ours_frames) or is_ours or is_seen or self._is_of_this_store(sequence, found)
+
+    def _is_the_right_one(self, sequence: int, theirs: bytes, before: Chain) -> bool:
+        """Whether ours is an older file that went another way, and the index saw the copy's.
+
+        So it is where both begin as one and the copy's leads, record by record, to the one that
+        the index applied last, to which ours does not come.
+        """
+        applied = self.applied
+        if applied is None or sequence != max(self.sequences, default=0):
+            return False
+        ours = self._ours(sequence)
+        there = all_frames(ours)
+        begins_as_one = sequence > 1 or len(only_in(ours, theirs)) < len(there)
+        if not begins_as_one or any(frame.lsn >= applied.lsn for frame in there):
+            return False
+        chain: Chain | None = before
+        for place in range(sequence, applied.sequence + 1):
+            data = self.copy.segment(place)
+            if chain is None or not self._follows(chain, data):
+                return False
+            chain = last_chain(data)
+            if place == applied.sequence and data is not None:
+                return chain is not None and bool(self._is_seen(place, data))
+        return False
 
     def _follows(self, chain: Chain, data: bytes | None) -> bool | None:
         """Whether a segment goes on from a chain; None where that cannot be told."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from shardb import records
 from shardb.errors import LogDamagedError, LogTruncatedError
 from shardb.filesystem import FileSystem
+from shardb.frames import Frame
 from shardb.fsck_log import CHANGED_FILE, Replay, check_log
 from shardb.fsck_view import View
 from shardb.history import FaultKey
@@ -28,7 +29,9 @@ from shardb.repair_state import (
     Ends,
     all_frames,
     choose,
+    has_effect,
     known_ends,
+    only_in,
     records_behind,
     salvage,
 )
@@ -40,7 +43,8 @@ class LogPlan:
     """What is to be done to a log, to end at the state of `end`.
 
     `fills` are segments that take the place of damaged ones, or, where they are `rewritten`, of
-    files of the same records that have changed. `aside` are those that are of no use.
+    files of the same records that have changed. `replaced` are records that went another way, of
+    segments that are kept aside for one of `fills`. `aside` are those that are of no use.
     Behind `cut_at` in the segment of `end` nothing is left. `begins_anew` says that a new segment
     begins with the state, `index_aside` why the index is made anew, `index_knew` the steps that
     it knew alone.
@@ -51,6 +55,7 @@ class LogPlan:
     next_sequence: int
     fills: dict[int, bytes] = field(default_factory=dict)
     rewritten: frozenset[int] = frozenset()
+    replaced: dict[int, list[Frame]] = field(default_factory=dict)
     aside: list[int] = field(default_factory=list)
     cut_at: int | None = None
     begins_anew: bool = False
@@ -82,6 +87,7 @@ def plan_log(
     a log without a fault goes on with what the copy has behind its end.
     """
     log, superseded = FilledLog(files, view), False
+    replaced: dict[int, list[Frame]] = {}
     checked = check_log(files, view, index, log=log)
     doubtful = (
         ahead or index is None or any(finding.severity != "info" for finding in checked.findings)
@@ -90,9 +96,11 @@ def plan_log(
         known_id = _known_id(checked, index) or store_id
         idle = ahead and index is not None and is_idle(log, view.sequences, index.applied.lsn)
         seen = None if idle else index
-        log.fills = filled_from(
+        fills = filled_from(
             log, copy, view.sequences, seen, checked, store_id=known_id, ahead=ahead
         )
+        replaced = _only_ours(log, view, fills)
+        log.fills = fills
         superseded = idle and max(view.sequences) in log.fills
         view, checked = _checked_again(files, log, view, index)
     rewrites = _rewrites(log, checked)
@@ -109,6 +117,7 @@ def plan_log(
         sequences=view.sequences,
         fills=log.fills,
         rewritten=frozenset(rewrites),
+        replaced=replaced,
         next_sequence=_next_sequence(log, view, end),
     )
     if not opens:
@@ -143,6 +152,13 @@ def _checked_again(
     newest = log.content(sequences[-1]) if sequences else None
     view = replace(view, sequences=sequences, last=newest)
     return view, check_log(files, view, index, log=log)
+
+
+def _only_ours(log: FilledLog, view: View, fills: dict[int, bytes]) -> dict[int, list[Frame]]:
+    """The records of ours that say something, and that are not in what takes their place."""
+    found = {s: only_in(log.content(s), data) for s, data in fills.items() if s in view.sequences}
+    told = {s: [frame for frame in alone if has_effect(frame)] for s, alone in found.items()}
+    return {sequence: alone for sequence, alone in told.items() if alone}
 
 
 def _rewrites(log: FilledLog, checked: Replay) -> dict[int, bytes]:
@@ -272,7 +288,11 @@ class _Telling:
             what, does = "log_fill", f"is put back, with what {self.copy_name} has of it"
             if sequence in self.told.rewritten:
                 what, does = "log_rewrite", "is written anew: its file has changed, not its records"
-            self.plan.add(what, self.log.path(sequence), f"log segment {sequence} {does}")
+            lost = _named(self.told.replaced.get(sequence, []))
+            if lost is not None:
+                does += "; the file there, which is not the one that the index has seen, is kept"
+                does += " aside"
+            self.plan.add(what, self.log.path(sequence), f"log segment {sequence} {does}", lost)
         self._tell_end()
         if self.told.index_aside:
             path = f"{self.log.directory.rpartition('/')[0]}/index/data.mdb"
@@ -321,19 +341,8 @@ class _Telling:
         if told.aside and told.aside == told.sequences and told.end.origin == "index":
             return "the log that lies there, which is not the one that the index has seen"
         behind = records_behind(told.sequences, self.log.content, told.end.position)
-        commits, others = [], 0
-        for frame in behind:
-            try:
-                record = records.unpack(frame.payload)
-            except LogDamagedError:
-                others += 1
-                continue
-            if record["kind"] == "commit":
-                commits.append(f"step {record.get('step')} of {record.get('branch')}")
-            else:
-                others += 1
-        if commits or others:
-            return listed([*commits, *([f"{others} other records"] if others else [])])
+        if (named := _named(behind)) is not None:
+            return named
         if not (told.aside or told.cut_at is not None or told.begins_anew):
             return None
         if end.origin == "log":
@@ -348,6 +357,23 @@ class _Telling:
                 lost = (max(there) + 1, reached_lsn)
                 return _records_text(*lost) if lost[0] <= lost[1] else None
         return _records_text(1, reached_lsn)
+
+
+def _named(found: list[Frame]) -> str | None:
+    """What records tell: their steps by name, others by number."""
+    commits, others = [], 0
+    for frame in found:
+        try:
+            record = records.unpack(frame.payload)
+        except LogDamagedError:
+            others += 1
+            continue
+        if record["kind"] == "commit":
+            commits.append(f"step {record.get('step')} of {record.get('branch')}")
+        else:
+            others += 1
+    counted = f"{others} other record{'s' * (others != 1)}"
+    return listed([*commits, *([counted] if others else [])]) or None
 
 
 def _records_text(first: int, last: int) -> str:

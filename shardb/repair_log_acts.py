@@ -91,7 +91,13 @@ class _Mending:
             self._cut()
 
     def _fill(self, sequence: int, data: bytes) -> None:
-        """The last segment is stored raw, others compressed; what is no file there goes aside."""
+        """The last segment is stored raw, others compressed; what is no file there goes aside.
+
+        So does what went another way: a copy of it, so that there is a log at every moment.
+        """
+        if sequence in self.told.replaced:
+            ours = self.log.read(sequence)
+            write_file_durably(self.files, self._aside(f"{sequence:010d}-0"), ours)
         for path in (self.log.path(sequence), self.log.compressed_path(sequence)):
             if obstacle_at(self.files, path) is not None:
                 self.files.rename(path, self._aside(path.rpartition("/")[2]))

@@ -254,21 +254,28 @@ def records_behind(sequences: Sequence[int], contents: Contents, end: Position) 
     return [frame for frame in found if frame.lsn > end.lsn]
 
 
-def merged(ours: bytes | None, theirs: bytes | None, before: Chain | None) -> bytes:
+def merged(ours: bytes | None, theirs: bytes | None, before: Chain) -> bytes:
     """A segment put together from two copies of it, as far as its records follow each other.
 
     Both are of one history, or nothing fits: each record holds the digest of the one before it.
+    Where in a copy a record lies does not count: damage may have moved what is behind it.
     """
-    copies = [memoryview(data) for data in (ours, theirs) if data]
+    following: dict[Chain, tuple[Chain, bytes]] = {}
+    for data in (theirs or b"", ours or b""):  # where both go on, ours counts
+        for frame in all_frames(data):
+            reached = (frame.lsn, frame.digest)
+            following[frame.lsn - 1, frame.previous] = reached, data[frame.offset : frame.end]
     out = bytearray()
-    while True:
-        found = ((copy, chained(copy, len(out), before)) for copy in copies)
-        taken = next(((copy, frame) for copy, frame in found if frame is not None), None)
-        if taken is None:
-            return bytes(out)
-        copy, frame = taken
-        out += copy[frame.offset : frame.end]
-        before = (frame.lsn, frame.digest)
+    while before in following:
+        before, taken = following[before]
+        out += taken
+    return bytes(out)
+
+
+def only_in(ours: bytes | None, others: bytes | None) -> list[Frame]:
+    """The whole records of a segment that another copy of it has not."""
+    there = {(frame.lsn, frame.digest) for frame in all_frames(others)}
+    return [frame for frame in all_frames(ours) if (frame.lsn, frame.digest) not in there]
 
 
 def last_chain(data: bytes | None) -> Chain | None:

@@ -65,6 +65,11 @@ def go_on(root: Path) -> None:
         commit_step(store, KEPT_STEP + 1)
 
 
+def go_on_from_the_end(root: Path) -> None:
+    with shardb.open(root) as store:
+        commit_step(store, LAST_STEP + 1)
+
+
 @pytest.fixture(params=[0, 4000], ids=["one segment", "several segments"])
 def whole_run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     root = tmp_path / "orig"
@@ -160,3 +165,93 @@ def test_is_another_copy_asked_for_where_one_did_not_help(
     go_on(cut_run)
     assert run_command(["repair", str(cut_run), "--from", str(whole_run)]) == 1
     assert "With another copy" in capsys.readouterr().out
+
+
+# Where the log is longer or shorter than it was, or is another one
+
+
+def insert(data: bytes, at: int) -> bytes:
+    return data[:at] + data[at - 500 : at] + data[at:]
+
+
+def remove(data: bytes, at: int) -> bytes:
+    return data[:at] + data[at + 90 :]
+
+
+def overwrite(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes(90) + data[at + 90 :]
+
+
+@pytest.mark.parametrize("spoil", [insert, remove, overwrite])
+@pytest.mark.parametrize("since", [nothing, go_on_from_the_end], ids=["same", "ours goes on"])
+@pytest.mark.parametrize("segment_bytes", [0, 4000], ids=["one segment", "several segments"])
+def test_does_a_copy_fill_damage_that_moved_what_is_behind_it(
+    tmp_path: Path,
+    segment_bytes: int,
+    since: Callable[[Path], None],
+    spoil: Callable[[bytes, int], bytes],
+) -> None:
+    fill_store(
+        tmp_path / "run", range(LAST_STEP + 1), snapshots=(1, 7), segment_bytes=segment_bytes
+    )
+    copy = copy_store(tmp_path / "run", tmp_path / "copy")
+    since(tmp_path / "run")
+    known = Known.of(tmp_path / "run")
+    log = Log(RealFileSystem(), str(tmp_path / "run/wal"))
+    segment = Path(log.path(log.sequences()[-1]))
+    whole = segment.read_bytes()
+    frames = [f for f in all_frames((copy / "wal" / segment.name).read_bytes()) if f.offset]
+    segment.write_bytes(spoil(whole, frames[len(frames) // 2].offset + 20))
+    outcome = repair(
+        str(tmp_path / "run"), yes=True, source=StoreFiles(RealFileSystem(), str(copy))
+    )
+    assert [action.what for action in outcome.plan.actions] == ["log_fill"]
+    assert not outcome.plan.loses
+    assert segment.read_bytes() == whole
+    check_repaired(tmp_path / "run", known)
+
+
+@pytest.fixture
+def older(whole_run: Path, tmp_path: Path) -> Path:
+    """A run whose log was replaced by that of an older copy, which had gone on by itself."""
+    run, early = copy_store(whole_run, tmp_path / "run"), copy_store(whole_run, tmp_path / "early")
+    cut_behind(early, KEPT_STEP)
+    with shardb.open(early) as store:
+        store.create_snapshot("zz")
+    for path in (run / "wal").iterdir():
+        path.unlink()
+    shutil.copytree(early / "wal", run / "wal", dirs_exist_ok=True)
+    return run
+
+
+def test_is_the_log_that_the_index_has_seen_taken_for_an_older_one(
+    whole_run: Path, older: Path
+) -> None:
+    known = Known.of(whole_run)
+    ours = max((older / "wal").glob("*.wal"))
+    replaced = ours.read_bytes()
+    source = StoreFiles(RealFileSystem(), str(whole_run))
+    outcome = repair(str(older), yes=True, source=source)
+    told = [action for action in outcome.plan.actions if action.loses]
+    assert [(action.what, action.loses) for action in told] == [("log_fill", "1 other record")]
+    assert "is kept aside" in told[0].does
+    assert [path.read_bytes() for path in (older / "wal").glob("damaged-*")] == [replaced]
+    logs = [Log(RealFileSystem(), str(root / "wal")) for root in (older, whole_run)]
+    assert [log.sequences() for log in logs] == [logs[1].sequences()] * 2
+    for sequence in logs[1].sequences():
+        assert logs[0].read(sequence) == logs[1].read(sequence)
+    check_repaired(older, known)
+
+
+def test_is_the_copy_of_another_store_not_taken_for_an_older_log(
+    older: Path, tmp_path: Path
+) -> None:
+    """The index is that of the other store too: it leads there, and yet is not ours."""
+    other = tmp_path / "other"
+    fill_store(other, range(LAST_STEP + 5))
+    shutil.rmtree(older / "index")
+    shutil.copytree(other / "index", older / "index")
+    outcome = repair(str(older), yes=True, source=StoreFiles(RealFileSystem(), str(other)))
+    assert "log_fill" not in [action.what for action in outcome.plan.actions]
+    with shardb.open(older) as store:
+        assert "zz" in store.snapshots() or store.resolve("main").step <= KEPT_STEP

@@ -166,7 +166,7 @@ def test_are_records_behind_the_damage_counted_that_nobody_can_read(run: Path) -
     flip_bit(path, last.offset + frames.HEADER_BYTES)
     shutil.rmtree(run / "index")
     outcome = repair(str(run), yes=True)
-    assert "1 other records" in " ".join(a.loses or "" for a in outcome.plan.actions)
+    assert "1 other record" in " ".join(a.loses or "" for a in outcome.plan.actions)
     check_repaired(run, known)
 
 

@@ -141,7 +141,8 @@ def test_is_a_copy_with_all_of_the_log_named_where_ours_went_another_way(
     """An older log that was put back had been written to: the records of the copy do not follow."""
     older = copy_store(backup, tmp_path / "older")
     with shardb.open(older) as store:
-        store.create_snapshot("theirs")
+        for number in range(20):  # more than the index has seen: which is newer, nobody knows
+            store.create_snapshot(f"theirs-{number}")
     go_on(backup, range(BACKED_UP + 1, AHEAD))
     copy = copy_store(backup, tmp_path / "copy")
     if ahead:
