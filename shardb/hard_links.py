@@ -40,9 +40,9 @@ def make_own(files: FileSystem, root: str, *, alone: bool) -> list[str]:
     if shared and not alone:
         raise ConflictError(
             f"{root}/{shared[0]}: another directory has this file too: one of them is a hard-linked"
-            " copy of the other (`cp -al`), and a process has the store open. End that process;"
-            " whoever opens the store next gives it files of its own. A copy that may be made at"
-            f" any time: `shardb clone {root} NEW`",
+            " copy of the other (`cp -al`), and a process has the store open. Remove the other"
+            " directory, or wait until that process ends: whoever opens the store next then gives"
+            " it files of its own. Until then whatever opens one of them is refused, also a clone",
             path=f"{root}/{shared[0]}",
         )
     for name in shared:

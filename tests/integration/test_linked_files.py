@@ -11,6 +11,8 @@ import pytest
 
 import shardb
 from shardb.errors import ConflictError
+from shardb.filesystem import RealFileSystem
+from shardb.hard_links import make_own
 from shardb.repair import repair
 from tests.support.small_stores import commit_step, copy_store, fill_store, fsck, kinds
 
@@ -140,6 +142,10 @@ def test_does_a_repair_of_a_copy_leave_the_original_alone(run: Path, place: Path
 def test_is_a_copy_refused_while_the_original_is_open(run: Path, place: Path) -> None:
     with shardb.open(run) as store:
         copy = linked(run, place / "copy")
+        for one in (copy, run):
+            with pytest.raises(ConflictError, match="Remove the other directory, or wait") as said:
+                make_own(RealFileSystem(), str(one), alone=False)
+            assert "shardb clone" not in str(said.value), "it is refused as well"
         with pytest.raises(ConflictError, match="hard-linked copy"):
             shardb.open(copy)
         commit_step(store, FIRST)
