@@ -207,14 +207,16 @@ class Index:
                 "index is caught up from it",
                 path=self.path,
             )
+        after = ": see that the disk has room and works, and open the store again"
         for code in (errno.EPERM, errno.EACCES, errno.EROFS, errno.EMFILE):
             if os.strerror(code) in text:
                 text = reason(self._files, OSError(code, os.strerror(code), self.path))
+                after = ""  # it says what helps; to open the store again does not
         if "MDB_PANIC" in text:
             text = "it could not be written a moment ago, and is not used any more"
         return StorageFailedError(
             f"{self.path}: the index failed ({text}); what the log has is safe, and the index is "
-            "caught up from it: see that the disk has room and works, and open the store again",
+            f"caught up from it{after}",
             path=self.path,
         )
 

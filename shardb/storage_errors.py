@@ -98,7 +98,10 @@ def _refusal(files: FileSystem, error: OSError) -> str:
                         f"its owner and root too (see `lsattr -d`): `chattr -ia {quote(place)}`, "
                         "as root, takes that off"
                     )
-    return f"{error.strerror}; nothing says that it is damaged: run this as its owner, or chmod"
+    return (
+        f"{error.strerror}; nothing says that it is damaged: run this as its owner, or chmod or "
+        "chown it"
+    )
 
 
 def _link_nowhere(files: FileSystem, error: OSError) -> str | None:

@@ -8,12 +8,13 @@ A row is light: this is read for a hundred thousand commits at once.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardb.errors import FormatError, LogDamagedError
+from shardb.errors import FormatError, LogDamagedError, ShardbError
 from shardb.filesystem import FileSystem, read_file
 from shardb.format import read_format
 from shardb.history import (
@@ -30,7 +31,9 @@ from shardb.index import MAP_BYTES
 from shardb.index_state import IndexUnreadableError, read_index
 from shardb.log import START, Log, Position
 from shardb.records import Record
+from shardb.storage_errors import storage_error
 from shardb.transfer_lineage import PastStep
+from shardb.unshown import UNSHOWN
 
 LEFT_BEHIND = "left behind"
 
@@ -103,7 +106,10 @@ EVERYTHING = Span()
 
 
 def read_timeline(files: FileSystem, root: str, span: Span = EVERYTHING) -> Timeline:
-    """Read the log of a store as far back as `span` asks; NotFoundError where there is none."""
+    """Read the log of a store as far back as `span` asks.
+
+    NotFoundError where there is none; StorageFailedError where the storage shows nothing of it.
+    """
     faults = []
     try:
         read_format(files, root)
@@ -123,6 +129,9 @@ def read_timeline(files: FileSystem, root: str, span: Span = EVERYTHING) -> Time
             is_other = is_other or (last_lsn == applied.lsn and digest != applied.digest)
         elif not _is_unfinished(item, sequences):
             met.append(item)
+    hidden = next((fault for fault in met if fault.error in UNSHOWN), None)
+    if hidden is not None and not last_lsn:
+        raise _unshown(files, hidden)
     faults += [_fault_text(fault) for fault in met if key_of(fault) not in teller.acknowledged]
     if not sequences:
         faults.append(f"{root}/wal: the log is missing; put it back, or run `shardb repair`")
@@ -316,6 +325,13 @@ def _fault_text(fault: LogFault) -> str:
         f"{fault.path}: offset {fault.offset}: expected {fault.expected}, found {fault.found}; "
         "`shardb fsck` says more"
     )
+
+
+def _unshown(files: FileSystem, fault: LogFault) -> ShardbError:
+    """The error of a log of which the storage shows nothing: it may be whole."""
+    assert fault.error is not None
+    said = OSError(fault.error, os.strerror(fault.error), fault.path)
+    return storage_error(files, fault.path, "reading the log", said)
 
 
 def metric_names(rows: Iterable[Row]) -> list[str]:

@@ -14,10 +14,12 @@ import shardb
 from shardb import Commit, Store
 from shardb.branching import policy_of
 from shardb.errors import ConflictError, NotFoundError
+from shardb.filesystem import RealFileSystem
 from shardb.layout import check_name
 from shardb.refs import STEP_PATTERN
 from shardb.retention import Policy
 from shardb.state import DEFAULT_BRANCH
+from shardb.storage_errors import storage_errors
 from shardb.transfer_lineage import lineage
 from trainer.active_hint import hinted_active
 from trainer.active_relation import Relation, open_active, relation_of
@@ -204,7 +206,8 @@ def _refuse_history(active_path: Path, path: Path) -> None:
 
 def _is_store(path: Path) -> bool:
     # Objects are written only after FORMAT was: without it they mean damage, which opening tells.
-    return (path / FORMAT_FILE).exists() or _has_entries(path / "objects")
+    with storage_errors(RealFileSystem(), str(path), "looking for the store"):
+        return (path / FORMAT_FILE).exists() or _has_entries(path / "objects")
 
 
 def _may_become_store(path: Path) -> bool:

@@ -76,7 +76,7 @@ def log(
 
     It only reads, and opens nothing: it works beside a live run, on a read-only disk and on a
     damaged store. Where a part of the log is damaged it says so on standard error, tells the rest,
-    and exits 1. An interrupt leaves nothing behind.
+    and exits 1; where this user may read nothing of it, 7. An interrupt leaves nothing behind.
     """
     if plot and json:
         raise UsageError("--plot draws for people and --json is for scripts; give one of them")

@@ -70,6 +70,38 @@ def test_has_what_may_not_be_read_one_exit_code(run: Path, nobody: None, name: s
             act()
 
 
+@pytest.fixture
+def loaded(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the verbs import when they are called, another user may not be able to read."""
+    for verb in ("info", "log"):
+        assert run_command([verb, str(run)]) == 0
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("name", ["", "wal", "locks", "objects", "leases"])
+def test_is_a_directory_that_may_not_be_looked_into_no_damage(
+    run: Path, loaded: None, nobody: None, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    (run / name).chmod(0)
+    for verb in ("info", "log"):
+        if verb == "info" or name in ("", "wal", "locks"):  # a log is read without the others
+            assert run_command([verb, str(run)]) == 7
+            assert "chmod or chown it" in capsys.readouterr().err
+    (run / name).chmod(0o700)
+
+
+def test_is_a_log_of_which_nothing_is_shown_no_damaged_one(
+    run: Path, loaded: None, nobody: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    segments = list((run / "wal").iterdir())
+    for path in segments:
+        path.chmod(0)
+    assert run_command(["log", str(run)]) == 7
+    said = capsys.readouterr()
+    assert "chmod or chown it" in said.err
+    assert not said.out
+
+
 def test_is_a_log_that_is_not_shown_not_called_empty(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -259,5 +291,6 @@ def test_is_an_error_that_nobody_turned_told_as_the_others_are(
 
 def test_is_an_index_that_may_not_be_changed_told_with_what_helps(run: Path, nobody: None) -> None:
     (run / "index/data.mdb").chmod(0o444)
-    with pytest.raises(StorageFailedError, match=r"data.mdb: the index failed .* or chmod"):
+    with pytest.raises(StorageFailedError, match=r"data.mdb: the index failed .* or chown") as said:
         shardb.open(run)
+    assert "again" not in str(said.value)
