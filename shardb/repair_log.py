@@ -360,8 +360,8 @@ class _Telling:
 
 
 def _named(found: list[Frame]) -> str | None:
-    """What records tell: their steps by name, others by number."""
-    commits, others = [], 0
+    """What records tell: steps, snapshots and branches by name, others by number."""
+    named, others = [], 0
     for frame in found:
         try:
             record = records.unpack(frame.payload)
@@ -369,11 +369,13 @@ def _named(found: list[Frame]) -> str | None:
             others += 1
             continue
         if record["kind"] == "commit":
-            commits.append(f"step {record.get('step')} of {record.get('branch')}")
+            named.append(f"step {record.get('step')} of {record.get('branch')}")
+        elif record["kind"] in ("snapshot", "branch"):
+            named.append(f"{record['kind']} {record.get('name')}")
         else:
             others += 1
     counted = f"{others} other record{'s' * (others != 1)}"
-    return listed([*commits, *([counted] if others else [])]) or None
+    return listed([*named, *([counted] if others else [])]) or None
 
 
 def _records_text(first: int, last: int) -> str:

@@ -233,7 +233,7 @@ def test_is_the_log_that_the_index_has_seen_taken_for_an_older_one(
     source = StoreFiles(RealFileSystem(), str(whole_run))
     outcome = repair(str(older), yes=True, source=source)
     told = [action for action in outcome.plan.actions if action.loses]
-    assert [(action.what, action.loses) for action in told] == [("log_fill", "1 other record")]
+    assert [(action.what, action.loses) for action in told] == [("log_fill", "snapshot zz")]
     assert "is kept aside" in told[0].does
     assert [path.read_bytes() for path in (older / "wal").glob("damaged-*")] == [replaced]
     logs = [Log(RealFileSystem(), str(root / "wal")) for root in (older, whole_run)]
