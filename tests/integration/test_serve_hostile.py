@@ -76,6 +76,7 @@ def test_does_work_stop_when_its_client_left(
         }
     if phase == "queued":
         server.scheduler.held.set()
+    server.scheduler.sweep_seconds = 0.01  # a request is far from its end when its client leaves
     opened = server.open(path, body)
     wait_for(lambda: server.scheduler.statistics().requests_running == 1)
     sweeps = server.scheduler.sweeps
@@ -83,6 +84,7 @@ def test_does_work_stop_when_its_client_left(
     server.wait_until_idle()
     assert server.scheduler.ended == ["cancelled"]
     assert server.scheduler.sweeps - sweeps < 100
+    server.scheduler.sweep_seconds = 0.0
     server.scheduler.held.clear()
     check_well(server)
 

@@ -64,6 +64,8 @@ def test_are_copies_beside_a_live_writer_whole(tmp_path: Path, ask: Ask) -> None
         for _ in range(4):
             steps.append(ask("push", run, copy, "--json").json["step"])
             assert ask("push", run, place).code == 0
+            while int(worker.line()) <= steps[-1]:
+                pass  # until the writer has gone on
         assert ask("clone", run, tmp_path / "clone").code == 0
         worker.kill()
     assert steps == sorted(set(steps))
