@@ -24,6 +24,7 @@ from trainer.ceiling import Ceiling, ceiling_of
 from trainer.device import Device
 from trainer.engine import Engine
 from trainer.errors import InputError
+from trainer.finished import complete_step_log
 from trainer.forecast_check import ForecastCheck
 from trainer.found import find_run
 from trainer.lora.base_tier import RAM
@@ -55,6 +56,12 @@ def train(given: Given, request: StopRequest, say: Callable[[str], None]) -> int
     if found.newest is not None and not given.get("dry_run"):
         finished = finished_text(found.newest, given)
         if finished is not None and found.ahead is None:
+            complete_step_log(
+                Path(given["store"]),
+                found.branch,
+                found.newest.step,
+                allow_network=bool(given.get("allow_network")),
+            )
             say(finished)
             return 0
     plan = make_plan(found, given, notes, note=note_before)
