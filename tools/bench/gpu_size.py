@@ -35,6 +35,7 @@ from shardb import branching
 from shardb.retention import Policy
 from tools.bench.gpu_product import MODELS
 from tools.bench.ram_room import GIB, SpareFiles, Watch, memory_of_machine, ram_disk
+from tools.evidence_runs import step_lines
 from trainer.budget import shard_bytes, step_shape
 from trainer.ceiling import FILE_NAME
 from trainer.model.config import ModelConfig
@@ -211,14 +212,6 @@ class Running:
         """Give the time from the pre-flight's end to when the first step may begin."""
         found = [self.begun_seconds.get(what) for what in ("budgets hold", "begins, ")]
         return None if None in found else found[1] - found[0]  # type: ignore[operator]
-
-
-def step_lines(store: Path) -> list[dict[str, Any]]:
-    """Give the step log's lines, none where there is no log."""
-    path = store / "logs" / "steps.jsonl"
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def summary(
