@@ -118,7 +118,8 @@ def read_timeline(files: FileSystem, root: str, span: Span = EVERYTHING) -> Time
     log = Log(files, f"{root}/wal")
     with quiet_log(files, root):
         sequences, last = read_newest(log)
-        applied = _applied(files, root)
+        index = _index(files, root)
+    applied = _applied(index)
     wanted = _wanted_segments(log, sequences, last, span)
     teller, met = _Teller(), []
     last_lsn, is_other = 0, False
@@ -144,11 +145,17 @@ def read_timeline(files: FileSystem, root: str, span: Span = EVERYTHING) -> Time
     return Timeline(rows=span.of(teller.ended()), faults=[*faults, *teller.faults])
 
 
-def _applied(files: FileSystem, root: str) -> Position:
+def _index(files: FileSystem, root: str) -> bytes | None:
+    """The bytes of the index as it is now; None where they cannot be read."""
+    with suppress(OSError):
+        return read_file(files, f"{root}/index/data.mdb", limit_bytes=MAP_BYTES)
+    return None
+
+
+def _applied(index: bytes | None) -> Position:
     """The record that the index has applied last; the start where it cannot say."""
-    with suppress(OSError, IndexUnreadableError):
-        path = f"{root}/index/data.mdb"
-        return read_index(read_file(files, path, limit_bytes=MAP_BYTES)).applied
+    with suppress(IndexUnreadableError):
+        return read_index(index).applied if index is not None else START
     return START
 
 
