@@ -29,7 +29,6 @@ class Compute:
     """Where and in which dtype stages run, and where what is between them waits.
 
     batches: what stages have to know of each micro-batch; empty where there is nothing.
-    tracks: run a stage also forward as it runs when gradients are taken, as compiled blocks do.
     """
 
     device: Device
@@ -38,7 +37,6 @@ class Compute:
     new_boundary: BoundaryMaker = list
     blocks: Blocks | None = None
     batches: Sequence[MicroBatch] = ()
-    tracks: bool = False
 
     def run(
         self, stage: Stage, params: Mapping[str, Tensor], x: Tensor, index: int | None = None
@@ -98,11 +96,8 @@ class ReplayTape:
             self.outputs.append(self._forward(params, x, index))
 
     def _forward(self, params: Mapping[str, Tensor], x: Tensor, index: int) -> Tensor:
-        if not self._compute.tracks:
-            with torch.no_grad():
-                return self._compute.run(self._stage, params, x, index)
-        with torch.enable_grad():
-            return self._compute.run(self._stage, leaves_of(params), _input_leaf(x), index).detach()
+        with torch.no_grad():
+            return self._compute.run(self._stage, params, x, index)
 
     def backward(
         self, params: Mapping[str, Tensor], gradients: Boundary, total: GradientSum
