@@ -72,15 +72,14 @@ class _Part:
 class Writes:
     """The copies out of one step; `staged` tells where each shard goes that was asked for.
 
-    later: resident stages that may wait; held_bytes_max: how much of them may, until `flush`;
-    held_share: which part of all that was updated so far may.
+    later: resident stages that may wait; held_bytes_max: how much of them may, until `flush`, and
+    never more than HELD_SHARE of all that was updated so far.
     """
 
     lanes: Lanes
     sealer: Sealer
     later: frozenset[str]
     held_bytes_max: int
-    held_share: float
     part_elements: int
     staged: dict[str, StagedImage] = field(default_factory=dict)
     _held: list[tuple[float, int, _Part]] = field(default_factory=list)
@@ -132,7 +131,7 @@ class Writes:
         self._written(targets, UNWRITTEN)
         for part in parts:
             self._hold(part)
-        held_bytes_max = min(self.held_bytes_max, int(self.held_share * self._passed_bytes))
+        held_bytes_max = min(self.held_bytes_max, int(HELD_SHARE * self._passed_bytes))
         while self._held_bytes > held_bytes_max:
             self._write(self._next_held(), Lane.OUT)
 
@@ -205,7 +204,6 @@ def new_writes(
         sealer=sealer,
         later=frozenset(later),
         held_bytes_max=held_bytes_max,
-        held_share=HELD_SHARE,
         part_elements=part_elements,
     )
 
