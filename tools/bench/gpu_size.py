@@ -37,10 +37,11 @@ from tools.bench.gpu_product import MODELS
 from tools.bench.ram_room import GIB, SpareFiles, Watch, memory_of_machine, ram_disk
 from tools.evidence_runs import step_lines
 from trainer.budget import shard_bytes, step_shape
-from trainer.ceiling import FILE_NAME
+from trainer.ceiling import FILE_NAME, step_flops
 from trainer.model.config import ModelConfig
 from trainer.model.stages import parameter_count
 from trainer.options import EngineOptions
+from trainer.recipe import Recipe, Settings
 from trainer.recipe_build import DataFacts, new_model, new_run
 from trainer.sizes import in_bytes, size_of
 from trainer.step_memory import DeviceNeed, device_need
@@ -144,11 +145,16 @@ def spare_sizes(model: ModelConfig) -> list[int]:
     return sorted([*shards.values()] * COPIES, reverse=True)
 
 
-def predicted(arguments: argparse.Namespace) -> DeviceNeed:
-    """Give what the pre-flight predicts for the device; nothing is asked of one."""
+def run_of(arguments: argparse.Namespace) -> tuple[Recipe, Settings]:
+    """Give the run as `train` plans it on a GPU; nothing is asked of one."""
     facts = DataFacts(seq_len=arguments.seq_len, digest="", end_of_text_id=None)
     given = {**flags_of(arguments), "data_dir": "rows"}
-    recipe, settings = new_run(given, facts, device="cuda:0", threads=1)
+    return new_run(given, facts, device="cuda:0", threads=1)
+
+
+def predicted(arguments: argparse.Namespace) -> DeviceNeed:
+    """Give what the pre-flight predicts for the device; nothing is asked of one."""
+    recipe, settings = run_of(arguments)
     shape = step_shape(recipe, settings, settings.activations, settings.activation_placement)
     return device_need(shape, settings)
 
@@ -218,13 +224,12 @@ def summary(
     arguments: argparse.Namespace, lines: Sequence[dict[str, Any]], store: Path
 ) -> dict[str, Any]:
     """Give what the steps took; the rates are of steps that were neither compiled nor recorded."""
-    model = model_of(arguments)
     steady = [line for line in lines if line["step"] >= STEADY_STEP] or [*lines[-1:]]
     seconds = statistics.median(line["seconds"] for line in steady)
     rates = json.loads((store / "logs" / FILE_NAME).read_text(encoding="utf-8"))
     matmul = next(iter(rates.values()))["matmul_flops_per_second"]
     tokens = tokens_per_step(arguments)
-    count = parameter_count(model)
+    count = parameter_count(model_of(arguments))
     budget = size_of(arguments.vram_budget, "--vram-budget")
     return {
         "parameters": count,
@@ -237,20 +242,13 @@ def summary(
         "step_seconds_range": [f(line["seconds"] for line in steady) for f in (min, max)],
         "tokens_per_second": tokens / seconds,
         "matmul_flops_per_second": matmul,
-        "ceiling_percent": 100 * operations(model, arguments.seq_len) * tokens / matmul / seconds,
+        "ceiling_percent": 100 * step_flops(run_of(arguments)[0]) / matmul / seconds,
         "ceiling_percent_of_the_log": statistics.median(x["ceiling_percent"] for x in steady),
         "process_bytes": max(line["host_memory_bytes"] for line in lines),
         "device_peak_bytes": max(line["device_peak_bytes"] for line in lines),
         "resident_bytes": {k: b * count for k, b in RESIDENT_BYTES.items()},
         "largest_resident": {k: budget // b for k, b in RESIDENT_BYTES.items()},
     }
-
-
-def operations(model: ModelConfig, seq_len: int) -> float:
-    """Give the operations a token, as `trainer.ceiling.step_flops` counts them for a step."""
-    looked_up = 0 if model.tied_embeddings else model.vocab_size * model.hidden_size
-    attention = 12 * model.num_layers * model.num_heads * model.head_dim * seq_len
-    return float(6 * (parameter_count(model) - looked_up) + attention)
 
 
 def summary_text(result: dict[str, Any]) -> str:
