@@ -92,8 +92,9 @@ class Comparison:
 
     def __init__(self, arguments: argparse.Namespace, stack: ExitStack) -> None:
         self._arguments = arguments
-        self._stack = stack
-        self.runs = stack.enter_context(ExitStack())
+        # What is entered last ends first: runs before the folders that they are in.
+        self._places = stack.enter_context(ExitStack())
+        self._runs = stack.enter_context(ExitStack())
         self._folders: list[Path] = []
         self._arms: dict[str, Arm] = {}
         self._memory: dict[str, int] = {}
@@ -134,7 +135,7 @@ class Comparison:
     def _go_on(self, words: str) -> Product:
         """End the run and let it go on with other settings."""
         before = next(iter(self._products.values())).plan.recipe
-        self.runs.close()
+        self._runs.close()
         for name in self._products:
             del self._arms[name]
         self._products.clear()
@@ -162,13 +163,13 @@ class Comparison:
             places = [
                 tempfile.TemporaryDirectory(dir=p) for p in (arguments.store, arguments.active)
             ]
-            self._folders = [Path(self._stack.enter_context(place)) for place in places]
+            self._folders = [Path(self._places.enter_context(place)) for place in places]
         # A budget counts all that the process holds: the arms that are there already, too.
         held = held_bytes(Device.from_name(arguments.device))
         if budget != "off" and held:
             budget = str(held + size_of(budget, "--vram-budget"))
         store, active = self._folders
-        made = Product(self.runs, given_of(arguments, store, active, budget))
+        made = Product(self._runs, given_of(arguments, store, active, budget))
         self._products[name] = made
         return Arm(step=made.step, device=made.run.engine.device)
 
@@ -314,12 +315,10 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = arguments_of(words)
     try:
         with ExitStack() as stack:
-            comparison = Comparison(arguments, stack)
-            with comparison.runs:  # they end before their folders do
-                for shown, result in comparison.measure():
-                    print_table(shown)
-                    if arguments.json:
-                        arguments.json.write_text(json.dumps(result, default=str))
+            for shown, result in Comparison(arguments, stack).measure():
+                print_table(shown)
+                if arguments.json:
+                    arguments.json.write_text(json.dumps(result, default=str))
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
