@@ -7,7 +7,7 @@ exponent has all bits set is NaN where the fraction has a bit, else infinite.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -91,37 +91,31 @@ def not_finite(extents: Iterable[Extent]) -> tuple[list[Finding], int]:
 
 def all_zero(extent: Extent) -> bool:
     """Say whether every byte of a tensor is zero."""
-    buffer = bytearray(min(extent.bytes, CHUNK_BYTES))
-    with extent.path.open("rb", buffering=0) as file:
-        file.seek(extent.offset)
-        left = extent.bytes
-        while left:
-            part = memoryview(buffer)[: min(left, len(buffer))]
-            _fill(file, part)
-            if np.frombuffer(part, dtype=np.uint8).any():
-                return False
-            left -= len(part)
-    return True
+    return not any(np.frombuffer(part, dtype=np.uint8).any() for part in _parts(extent))
 
 
 def _count(extent: Extent, form: Form) -> tuple[int, int, int]:
-    item_bytes = np.dtype(form.item).itemsize
-    step = item_bytes * form.stride
-    buffer = bytearray(min(extent.bytes, CHUNK_BYTES // step * step))
     nan = infinite = count = 0
+    for part in _parts(extent, np.dtype(form.item).itemsize * form.stride):
+        bits = np.frombuffer(part, dtype=form.item)[:: form.stride]
+        special = bits[(bits & form.exponent) == form.exponent]
+        nans = int(np.count_nonzero(special & form.fraction))
+        nan, infinite = nan + nans, infinite + len(special) - nans
+        count += len(bits)
+    return nan, infinite, count
+
+
+def _parts(extent: Extent, step: int = 1) -> Iterator[memoryview]:
+    """Read a tensor's bytes in parts of whole steps; each is good until the next one is read."""
+    buffer = bytearray(min(extent.bytes, CHUNK_BYTES // step * step))
     with extent.path.open("rb", buffering=0) as file:
         file.seek(extent.offset)
         left = extent.bytes
         while left:
             part = memoryview(buffer)[: min(left, len(buffer))]
             _fill(file, part)
-            bits = np.frombuffer(part, dtype=form.item)[:: form.stride]
-            special = bits[(bits & form.exponent) == form.exponent]
-            nans = int(np.count_nonzero(special & form.fraction))
-            nan, infinite = nan + nans, infinite + len(special) - nans
-            count += len(bits)
+            yield part
             left -= len(part)
-    return nan, infinite, count
 
 
 def _fill(file: object, target: memoryview) -> None:
