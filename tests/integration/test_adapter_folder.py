@@ -14,16 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from export import doctor_cli
 from export.doctor_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from export.doctor_run import Against, examine
 from shardb.errors import NotFoundError
 from tests.support.adapters import imported_store
-from tests.support.commands import Ended
 from tests.support.export_commands import run_here
 from tests.support.packages import change_json
 from tests.support.training import make_data, train_here
-from trainer.command_cli import answer, new_app
 from trainer.errors import InputError
 
 Spoil = Callable[[Path], None]
@@ -47,18 +44,10 @@ def adapter(trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFi
     return out
 
 
-def doctor(capsys: pytest.CaptureFixture[str], *arguments: object) -> Ended:
-    app = new_app(doctor_cli.command, doctor_cli.HELP)
-    capsys.readouterr()
-    code = answer(app, list(map(str, arguments)), "model-doctor")
-    captured = capsys.readouterr()
-    return Ended(code=code, out=captured.out, err=captured.err)
-
-
 def test_the_doctor_takes_an_adapter_for_one(
     adapter: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = doctor(capsys, adapter)
+    found = run_here(capsys, "doctor", adapter)
     assert found.code == 0, found.out
     assert "this is an adapter (LORA, rank 2), no whole model" in found.out
     assert "remove" not in found.out
@@ -123,7 +112,7 @@ def test_what_is_wrong_with_an_adapter_is_found(
     spoil: Spoil, words: str, adapter: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spoil(adapter)
-    found = doctor(capsys, adapter)
+    found = run_here(capsys, "doctor", adapter)
     assert found.code == 1
     assert re.search(words, found.out), found.out
 
@@ -131,12 +120,12 @@ def test_what_is_wrong_with_an_adapter_is_found(
 def test_the_base_is_named_when_asked(
     trained: tuple[Path, Path], adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "it names no base" in doctor(capsys, adapter).out
+    assert "it names no base" in run_here(capsys, "doctor", adapter).out
     asked = (trained[1], "--adapter", "--out", tmp_path / "named", "--base-model")
     assert run_here(capsys, "hf", *asked, "meta/model").code == 0
     config = json.loads((tmp_path / "named" / ADAPTER_CONFIG).read_text())
     assert config["base_model_name_or_path"] == "meta/model"
-    assert "names no base" not in doctor(capsys, tmp_path / "named").out
+    assert "names no base" not in run_here(capsys, "doctor", tmp_path / "named").out
     empty = run_here(capsys, "hf", *asked, "", "--overwrite")
     assert (empty.code, "--base-model is empty" in empty.err) == (2, True)
     alone = run_here(

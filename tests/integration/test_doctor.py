@@ -11,26 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from export import doctor_cli
+from export.doctor_cli import split_ref
 from export.doctor_findings import ERROR, WARNING
 from export.doctor_run import examine
 from tests.support.ailing import put_interleaved, set_json, sound_package
-from tests.support.commands import REPOSITORY, Ended
+from tests.support.commands import REPOSITORY
+from tests.support.export_commands import run_here
 from tests.support.exports import let_commands_load_here
-from trainer.command_cli import answer, new_app
 
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return sound_package(tmp_path_factory.mktemp("doctor") / "package")
-
-
-def doctor(capsys: pytest.CaptureFixture[str], *arguments: object) -> Ended:
-    app = new_app(doctor_cli.command, doctor_cli.HELP)
-    capsys.readouterr()
-    code = answer(app, list(map(str, arguments)), "model-doctor")
-    captured = capsys.readouterr()
-    return Ended(code=code, out=captured.out, err=captured.err)
 
 
 def test_does_the_command_say_so_where_nothing_is_wrong(package: Path) -> None:
@@ -50,11 +42,11 @@ def test_do_findings_name_place_and_remedy(
 ) -> None:
     set_json("config.json", rope_theta=5.0)(package)
     try:
-        ended = doctor(capsys, package)
+        ended = run_here(capsys, "doctor", package)
         assert ended.code == 1
         assert "error: config.json rope_theta: it is 5, and rope_parameters has 10000" in ended.out
         assert ended.out.endswith("1 error\n")
-        told = json.loads(doctor(capsys, package, "--json").out)
+        told = json.loads(run_here(capsys, "doctor", package, "--json").out)
         assert told["counts"] == {"error": 1, "warning": 0, "note": 0}
         [finding] = told["findings"]
         assert (finding["severity"], finding["file"]) == ("error", "config.json")
@@ -70,17 +62,17 @@ def test_does_against_name_the_store_and_the_ref(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = package.parent / "store"
-    sound = doctor(capsys, package, "--against", store)
+    sound = run_here(capsys, "doctor", package, "--against", store)
     assert sound.code == 0, sound.out
     assert "against the store: logits bit-equal over 64 positions" in sound.out
     let_commands_load_here(monkeypatch)  # the first answer came from a fresh process
     wrong = put_interleaved(package, tmp_path / "wrong")
-    ended = doctor(capsys, wrong, "--against", f"{store}@step-0")
+    ended = run_here(capsys, "doctor", wrong, "--against", f"{store}@step-0")
     assert ended.code == 1
     assert "interleaved in 6 tensors: the rotary layout is another one, such as" in ended.out
-    assert doctor(capsys, wrong).code == 0  # the control: looked at alone it is sound
-    assert doctor(capsys, package, "--against", f"{store}@step-9").code == 4
-    assert doctor(capsys, package, "--against", tmp_path / "none").code in (3, 4)
+    assert run_here(capsys, "doctor", wrong).code == 0  # the control: looked at alone it is sound
+    assert run_here(capsys, "doctor", package, "--against", f"{store}@step-9").code == 4
+    assert run_here(capsys, "doctor", package, "--against", tmp_path / "none").code in (3, 4)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +95,7 @@ def test_is_a_wrong_call_one_line(
 ) -> None:
     (tmp_path / "a.gguf").write_text("no")
     monkeypatch.chdir(tmp_path)
-    ended = doctor(capsys, *arguments)
+    ended = run_here(capsys, "doctor", *arguments)
     assert (ended.code, ended.out) == (code, "")
     assert words in ended.err
     assert ended.err.count("\n") == 1
@@ -111,9 +103,9 @@ def test_is_a_wrong_call_one_line(
 
 def test_is_a_store_with_an_at_sign_taken_whole(tmp_path: Path) -> None:
     (tmp_path / "a@b").mkdir()
-    assert doctor_cli.split_ref(f"{tmp_path}/a@b") == (f"{tmp_path}/a@b", None)
-    assert doctor_cli.split_ref(f"{tmp_path}/a@b@c") == (f"{tmp_path}/a@b", "c")
-    assert doctor_cli.split_ref("run") == ("run", None)
+    assert split_ref(f"{tmp_path}/a@b") == (f"{tmp_path}/a@b", None)
+    assert split_ref(f"{tmp_path}/a@b@c") == (f"{tmp_path}/a@b", "c")
+    assert split_ref("run") == ("run", None)
 
 
 def test_is_what_version_5_alone_can_read_told(package: Path, tmp_path: Path) -> None:

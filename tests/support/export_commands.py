@@ -6,12 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from export import gguf_cli, hf_cli
+from export import doctor_cli, gguf_cli, hf_cli
 from tests.support.commands import Ended
 from tests.support.warm_process import WarmProcess
 from trainer.command_cli import answer, new_app
 
 TIMEOUT_SECONDS = 120
+_COMMANDS = {
+    "hf": ("export-hf", hf_cli),
+    "gguf": ("export-gguf", gguf_cli),
+    "doctor": ("model-doctor", doctor_cli),
+}
 
 
 def start(command: str, *arguments: object) -> WarmProcess:
@@ -27,11 +32,11 @@ def run(command: str, *arguments: object) -> Ended:
 
 
 def run_here(capsys: pytest.CaptureFixture[str], command: str, *arguments: object) -> Ended:
-    """Run `hf` or `gguf` in this process: what does not depend on a process of its own."""
-    module = {"hf": hf_cli, "gguf": gguf_cli}[command]
+    """Run `hf`, `gguf` or `doctor` in this process: what needs no process of its own."""
+    name, module = _COMMANDS[command]
     app = new_app(module.command, module.HELP)
     capsys.readouterr()
-    code = answer(app, list(map(str, arguments)), f"export-{command}")
+    code = answer(app, list(map(str, arguments)), name)
     captured = capsys.readouterr()
     return Ended(code=code, out=captured.out, err=captured.err)
 
