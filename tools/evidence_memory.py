@@ -109,17 +109,21 @@ class Line:
         return max(1, int(self.many + (size_bytes - self.many_bytes) / per_row))
 
 
-def largest(fits: Callable[[int], bool], guess: int, most: int, limits: Limits) -> tuple[int, int]:
+def largest(
+    fits: Callable[[int], bool], guess: int, most: int, limits: Limits, *, parts: int = 8
+) -> tuple[int, int]:
     """Give the largest size that fits and the smallest that does not, from a guess by eighths.
 
-    Either is 0 where none was found: nothing up to `most` was too large, or time was over.
+    parts: of a size, one of which is a step. Either size is 0 where none was found: nothing up to
+    `most` was too large, or time was over.
     """
     good, bad, size = 0, 0, min(guess, most)
     while size and not limits.is_over() and not (good and bad):
+        step = max(1, size // parts)
         if fits(size):
-            good, size = size, (min(most, size + max(1, size // 8)) if size < most else 0)
+            good, size = size, (min(most, size + step) if size < most else 0)
         else:
-            bad, size = size, size - max(1, size // 8)
+            bad, size = size, size - step
     return good, bad
 
 
@@ -203,12 +207,8 @@ def blocks_found(cap: int, limits: Limits) -> dict[str, Any]:
 
     # 16 bytes a parameter: weights, gradients and two moments.
     guess = max(1, cap * GIB // 16 // block_parameters(limits.block) - 1)
-    good, bad = 0, 0
-    while not limits.is_over() and 0 < guess <= limits.blocks_max and not (good and bad):
-        if fits(guess):
-            good, guess = guess, guess + 1
-        else:
-            bad, guess = guess, guess - 1
+    most = limits.blocks_max
+    good, bad = largest(fits, guess, most, limits, parts=most)  # block by block
     return {
         "kind": "model",
         "cap_gib": cap,
