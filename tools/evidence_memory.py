@@ -45,6 +45,7 @@ from tools.evidence_steps import (
 from trainer.device import Device
 from trainer.model.config import ModelConfig
 from trainer.model.presets import preset
+from trainer.model.stages import parameter_count
 from trainer.options import EngineOptions
 from trainer.pipeline.walk import predicted_pipeline_phases
 from trainer.vram import StepShape
@@ -214,7 +215,7 @@ def blocks_found(cap: int, limits: Limits) -> dict[str, Any]:
         "cap_gib": cap,
         "way": "checkpointed",
         "blocks": good,
-        "parameters": parameters_of(replace(limits.block, num_layers=good)) if good else 0,
+        "parameters": parameter_count(replace(limits.block, num_layers=good)) if good else 0,
         "too_many_blocks": bad,
     }
 
@@ -236,7 +237,7 @@ def streamed_model(cap: int, limits: Limits, folder: Path, data: Path) -> dict[s
     # If the host runs out of memory all the same, this process is to go and no other one.
     Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     model = replace(limits.block, num_layers=blocks)
-    told |= {"blocks": blocks, "parameters": parameters_of(model)}
+    told |= {"blocks": blocks, "parameters": parameter_count(model)}
     device = Capped(limits.device, cap * GIB)
 
     def attempt() -> None:
@@ -258,16 +259,10 @@ def streamed_model(cap: int, limits: Limits, folder: Path, data: Path) -> dict[s
     return {**told, "fits": is_made and "why" not in told}
 
 
-def parameters_of(model: ModelConfig) -> int:
-    """Count a model's parameters: blocks, their norms, embeddings, head and the last norm."""
-    width = model.hidden_size
-    return model.num_layers * block_parameters(model) + 2 * model.vocab_size * width + width
-
-
 def block_parameters(model: ModelConfig) -> int:
     """Count the parameters of one block."""
-    width = model.hidden_size
-    return 4 * width * width + 3 * width * model.intermediate_size + 2 * width
+    one, two = (parameter_count(replace(model, num_layers=layers)) for layers in (1, 2))
+    return two - one
 
 
 def _given(model: ModelConfig, store: Path, data: Path, device: str) -> dict[str, Any]:
