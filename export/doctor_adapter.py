@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from export.doctor_files import folder_hygiene
 from export.doctor_findings import Examined, Finding, Place, few, worst_first
-from export.doctor_values import Extent, all_zero, not_finite
+from export.doctor_values import all_zero, extents_of, not_finite
 from export.import_config import CONFIG
 from export.import_files import INDEX, WEIGHTS, StoredTensor, read_header, read_json
 from trainer.errors import InputError
@@ -44,7 +44,7 @@ def examine_adapter(folder: Path) -> Examined:
         findings += _target_findings(config, tensors)
     findings += _pair_findings(tensors)
     findings += folder_hygiene(folder)
-    extents = {name: _extent(name, tensor) for name, tensor in tensors.items()}
+    extents = extents_of(tensors)
     values, looked = not_finite(extents.values())
     ups = [extent for name, extent in extents.items() if name.endswith(B_ENDS)]
     if ups and all(map(all_zero, ups)):
@@ -80,13 +80,6 @@ def _read_tensors(folder: Path, findings: list[Finding]) -> dict[str, StoredTens
     except (InputError, OSError) as error:
         findings.append(_WEIGHTS.error("", str(error).removeprefix(f"{path}: "), EXPORT_AGAIN))
         return {}
-
-
-def _extent(name: str, tensor: StoredTensor) -> Extent:
-    spec = tensor.spec
-    return Extent(
-        name=name, path=tensor.path, offset=tensor.offset, bytes=spec.bytes, form=spec.dtype
-    )
 
 
 def _config_findings(config: Mapping[str, Any]) -> Iterator[Finding]:

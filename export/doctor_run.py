@@ -26,7 +26,7 @@ from export.doctor_gguf import gguf_findings
 from export.doctor_gguf_header import MAGIC
 from export.doctor_names import name_findings
 from export.doctor_tokenizer import tokenizer_findings
-from export.doctor_values import Extent, not_finite
+from export.doctor_values import extents_of, not_finite
 from export.import_config import CONFIG
 from export.import_files import INDEX, read_json
 from export.package_weights import IMPORTED, PACKED, open_weights
@@ -88,16 +88,7 @@ def _examine_folder(folder: Path, against: Against | None, load: Load) -> Examin
     findings += folder_hygiene(folder)
     if (folder / MANIFEST).is_file():
         findings += manifest_digests(folder)
-    values, looked = not_finite(
-        Extent(
-            name=name,
-            path=tensor.path,
-            offset=tensor.offset,
-            bytes=tensor.spec.bytes,
-            form=tensor.spec.dtype,
-        )
-        for name, tensor in weights.tensors.items()
-    )
+    values, looked = not_finite(extents_of(weights.tensors).values())
     size = sum(tensor.spec.bytes for tensor in weights.tensors.values())
     compared = None
     if against is not None:

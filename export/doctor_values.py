@@ -15,6 +15,7 @@ from types import MappingProxyType
 import numpy as np
 
 from export.doctor_findings import Finding, Place
+from export.import_files import StoredTensor
 
 CHUNK_BYTES = 4 << 20
 TOLD_MAX = 8
@@ -60,6 +61,20 @@ class Extent:
     offset: int
     bytes: int
     form: str
+
+
+def extents_of(tensors: Mapping[str, StoredTensor]) -> dict[str, Extent]:
+    """Give the place of each tensor's bytes, by its name."""
+    return {
+        name: Extent(
+            name=name,
+            path=tensor.path,
+            offset=tensor.offset,
+            bytes=tensor.spec.bytes,
+            form=tensor.spec.dtype,
+        )
+        for name, tensor in tensors.items()
+    }
 
 
 def not_finite(extents: Iterable[Extent]) -> tuple[list[Finding], int]:
