@@ -27,10 +27,11 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from tools.bench.ram_room import memory_of_machine
 from tools.evidence_parts import PARTS
 from tools.evidence_recipes import Scale
 from tools.evidence_rows import unpack
-from tools.evidence_runs import Place, Recorder, available_bytes
+from tools.evidence_runs import Place, Recorder
 
 FILE_NAME = "evidence.jsonl"
 # A part is not begun with less.
@@ -153,7 +154,7 @@ def _machine(given: argparse.Namespace) -> dict[str, object]:
         "python": platform.python_version(),
         "ram_disk_free_bytes": shutil.disk_usage(given.memory).free,
         "disk_free_bytes": shutil.disk_usage(given.work).free,
-        "memory_available_bytes": available_bytes(),
+        "memory_available_bytes": memory_of_machine()[1],
     }
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.gpu_product import Product
-from tools.evidence_runs import available_bytes
+from tools.bench.ram_room import memory_of_machine
 from tools.evidence_steps import (
     PIPELINE,
     SEQ_LEN,
@@ -228,7 +228,7 @@ def blocks_in(room_bytes: int, limits: Limits) -> int:
 
 def streamed_model(cap: int, limits: Limits, folder: Path, data: Path) -> dict[str, Any]:
     """Train the largest model that the machine has room for, on a capped device; tell its steps."""
-    free = min(shutil.disk_usage(folder).free, available_bytes() - SPARE_BYTES)
+    free = min(shutil.disk_usage(folder).free, memory_of_machine()[1] - SPARE_BYTES)
     room = free if limits.room_bytes is None else min(free, limits.room_bytes)
     told: dict[str, Any] = {"kind": "model", "cap_gib": cap, "way": "streamed", "room_bytes": room}
     blocks = blocks_in(room, limits)
@@ -247,7 +247,7 @@ def streamed_model(cap: int, limits: Limits, folder: Path, data: Path) -> dict[s
             product = Product(stack, _given(model, place / "run", data, limits.device))
             told["begin_seconds"] = round(time.monotonic() - began, 1)
             for _ in range(STEPS):
-                if available_bytes() < SPARE_BYTES or limits.is_over():
+                if memory_of_machine()[1] < SPARE_BYTES or limits.is_over():
                     told["why"] = "no time was left" if limits.is_over() else "no memory was left"
                     break
                 product.step()

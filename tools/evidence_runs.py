@@ -196,13 +196,6 @@ def output_of(place: Place, name: str) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
-def available_bytes() -> int:
-    """Give the host memory that is free to use."""
-    text = Path("/proc/meminfo").read_text(encoding="ascii")
-    line = next(line for line in text.splitlines() if line.startswith("MemAvailable"))
-    return int(line.split()[1]) << 10
-
-
 @contextmanager
 def _process(command: Sequence[str], output: Path) -> Iterator[subprocess.Popen[bytes]]:
     with output.open("ab") as file:
