@@ -9,7 +9,6 @@ trusted again from the next checkpoint on.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -133,17 +132,14 @@ class _Replaying:
     def meet_unshown(self, fault: LogFault) -> None:
         """A segment that is there and that nobody has seen: what it lacks is not known."""
         self.is_hidden = True
-        assert fault.error is not None
-        said = OSError(fault.error, os.strerror(fault.error), fault.path)
         self.add(
             "log_unreadable",
             fault.path,
             expected=fault.expected,
-            found=reason(self.files, said),
+            found=reason(self.files, fault.refusal()),
             key=key_of(fault),
+            next_command=command_to_see(self.files, self.view.root, fault.path, fault.error),
         )
-        following = command_to_see(self.files, self.view.root, fault.path, fault.error)
-        self.findings[-1] = replace(self.findings[-1], next_command=following)
 
     def meet_record(self, entry: LogEntry) -> None:
         self.last = entry.frame
@@ -318,12 +314,13 @@ class _Replaying:
         key: FaultKey | None = None,
         **fields: Any,
     ) -> None:
-        """Add a finding; `key` is there when a repair can acknowledge it."""
-        following = fields.pop("next_command", None) or command("repair", self.view.root)
+        """Add a finding; `key` is there when a repair can acknowledge it.
+
+        What is to be typed is a repair, unless `fields` say something else, or None.
+        """
+        fields.setdefault("next_command", command("repair", self.view.root))
         self.keys.append(key)
-        self.findings.append(
-            Finding(kind=kind, severity=severity, path=path, next_command=following, **fields)
-        )
+        self.findings.append(Finding(kind=kind, severity=severity, path=path, **fields))
 
 
 def first_kind(sequence: int) -> str:

@@ -10,6 +10,7 @@ retires, so that log, index and directories read inside the block belong togethe
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,6 +47,11 @@ class LogFault:
     expected: str
     found: str
     error: int | None = None
+
+    def refusal(self) -> OSError:
+        """What the operating system said; only of a segment that it did not show."""
+        assert self.error is not None
+        return OSError(self.error, os.strerror(self.error), self.path)
 
 
 # Segment, kind and offset of a fault: what a repair acknowledges.

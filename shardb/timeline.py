@@ -8,13 +8,12 @@ A row is light: this is read for a hundred thousand commits at once.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardb.errors import FormatError, LogDamagedError, ShardbError
+from shardb.errors import FormatError, LogDamagedError
 from shardb.filesystem import FileSystem, read_file
 from shardb.format import read_format
 from shardb.history import (
@@ -132,7 +131,7 @@ def read_timeline(files: FileSystem, root: str, span: Span = EVERYTHING) -> Time
             met.append(item)
     hidden = next((fault for fault in met if fault.error in UNSHOWN), None)
     if hidden is not None and not last_lsn:
-        raise _unshown(files, hidden)
+        raise storage_error(files, hidden.path, "reading the log", hidden.refusal())
     faults += [_fault_text(fault) for fault in met if key_of(fault) not in teller.acknowledged]
     if not sequences:
         faults.append(f"{root}/wal: the log is missing; put it back, or run `shardb repair`")
@@ -332,13 +331,6 @@ def _fault_text(fault: LogFault) -> str:
         f"{fault.path}: offset {fault.offset}: expected {fault.expected}, found {fault.found}; "
         "`shardb fsck` says more"
     )
-
-
-def _unshown(files: FileSystem, fault: LogFault) -> ShardbError:
-    """The error of a log of which the storage shows nothing: it may be whole."""
-    assert fault.error is not None
-    said = OSError(fault.error, os.strerror(fault.error), fault.path)
-    return storage_error(files, fault.path, "reading the log", said)
 
 
 def metric_names(rows: Iterable[Row]) -> list[str]:
