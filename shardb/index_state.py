@@ -92,9 +92,8 @@ def foreign_store(log: Log, index: IndexState, store_id: str | None) -> str | No
         return None
     try:
         first = log.scan(log.sequences()[-1]).frames[0]
-        record = records.unpack(first.payload)
-        logged = record.get("store_id") or record["state"]["meta"]["store_id"]
-    except (OSError, ShardbError, LookupError, TypeError):
+        logged = records.store_told_by(records.unpack(first.payload))
+    except (OSError, ShardbError, IndexError):
         return None
     return str(told) if logged == store_id else None
 

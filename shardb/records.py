@@ -160,3 +160,11 @@ def unpack(payload: bytes) -> Record:
             "a log record is of no known kind; was it written by a newer version?"
         )
     return dict(record)
+
+
+def store_told_by(record: Record) -> str | None:
+    """The id of the store as the record that begins a segment tells it; None of another record."""
+    try:
+        return str(record.get("store_id") or record["state"]["meta"]["store_id"])
+    except (KeyError, TypeError):
+        return None

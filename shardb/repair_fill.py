@@ -214,9 +214,8 @@ class _Filling:
             return True  # it follows on one that was accepted
         first = all_frames(found)[:1]
         try:
-            record = records.unpack(first[0].payload) if first else {}
-            told = record.get("store_id") or record.get("state", {})["meta"]["store_id"]
-        except (LogDamagedError, KeyError, TypeError):
+            told = records.store_told_by(records.unpack(first[0].payload)) if first else None
+        except LogDamagedError:
             return False
         return told is not None and told == self.store_id
 
