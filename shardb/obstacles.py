@@ -109,20 +109,21 @@ def _read_through(files: FileSystem, file: int, path: str) -> None:
 
 def _find(files: FileSystem, root: str) -> Iterator[Obstacle]:
     for name in DIRECTORIES:
-        found = obstacle_at(files, f"{root}/{name}", directory=True)
-        if found is not None:
-            needed = name in NEEDED_DIRECTORIES
-            yield Obstacle(name=name, expected="a directory", found=found, is_needed=needed)
-            continue
-        for entry in list_if_there(files, f"{root}/{name}"):
-            yield from _at(files, root, f"{name}/{entry}")
+        yield from _in_directory(files, root, name)
     yield from _at(files, root, "reserve")
     with suppress(PermissionError):  # the store has no need of them
-        found = obstacle_at(files, f"{root}/{TRAINER_LOGS}", directory=True)
-        if found is not None:
-            yield Obstacle(name=TRAINER_LOGS, expected="a directory", found=found, is_needed=False)
-        else:
-            yield from _at(files, root, f"{TRAINER_LOGS}/steps.jsonl")
+        yield from _in_directory(files, root, TRAINER_LOGS)
+
+
+def _in_directory(files: FileSystem, root: str, name: str) -> Iterator[Obstacle]:
+    """What is in the place of a directory, or else of the files in it."""
+    found = obstacle_at(files, f"{root}/{name}", directory=True)
+    if found is not None:
+        needed = name in NEEDED_DIRECTORIES
+        yield Obstacle(name=name, expected="a directory", found=found, is_needed=needed)
+        return
+    for entry in list_if_there(files, f"{root}/{name}"):
+        yield from _at(files, root, f"{name}/{entry}")
 
 
 def _at(files: FileSystem, root: str, name: str) -> Iterator[Obstacle]:
