@@ -123,7 +123,7 @@ class ObjectFiles:
                     "`shardb fsck`",
                     path=path,
                 )
-            self.verified.check_file(self.files, file, path, digest)
+            self.verified.check_file(self.files, file, path, digest, status.stamp)
             mapping = self.files.map(file, size_bytes, writable=False)
         with self._lock:
             self._mapped[digest] += 1

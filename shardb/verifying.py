@@ -46,13 +46,15 @@ class Verified:
         """Whether the bytes of this very file have not been found right yet, and are to be."""
         return self.wanted and self._stamps.get(digest) != stamp
 
-    def check_file(self, files: FileSystem, file: int, path: str, digest: str) -> None:
+    def check_file(
+        self, files: FileSystem, file: int, path: str, digest: str, stamp: Stamp
+    ) -> None:
         """Check the digest of an open file by reading it: OSError where the disk does not show it.
 
-        Read through a mapping, such a page ends the process (SIGBUS). What was read here is in
-        memory, where a mapping made next shows it, for as long as there is room.
+        `stamp` is as for `check`. Read through a mapping, such a page ends the process (SIGBUS).
+        What was read here is in memory, where a mapping made next shows it, for as long as there is
+        room.
         """
-        stamp = files.status(path).stamp
         if not self.is_due(digest, stamp):
             return
         try:
