@@ -14,16 +14,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from tests.support.memory_transaction import MemoryStore
-from tests.support.resident import ResidentTrainer, optimizer_of
+from tests.support.resident import optimizer_of
+from tools.bench.gpu_arms import Compiled
 from trainer.device import Device
 from trainer.engine import Engine, EngineOptions
-from trainer.model.compiled import CompiledBlocks
 from trainer.model.config import ModelConfig
-from trainer.model.stages import Block, Stage, build_head, build_stages, build_trunk
+from trainer.model.stages import build_head, build_stages, build_trunk
 from trainer.pipeline.pipeline import PipelineSettings
 
 SEQ_LEN = 512
@@ -32,10 +30,8 @@ STEPS = 3
 PIPELINE = PipelineSettings(activations_on_host=True, gradients="recompute")
 
 
-class Whole(ResidentTrainer):
+class Whole(Compiled):
     """Resident training; its values are drawn on the device, for only their sizes matter here."""
-
-    is_checkpointed = False
 
     def __init__(self, model: ModelConfig, options: EngineOptions, device: str) -> None:
         self.config, self.options, self.device = model, options, device
@@ -50,21 +46,6 @@ class Whole(ResidentTrainer):
         }
         every = [p for shard in self.params.values() for p in shard.values()]
         self.optimizer = optimizer_of(options, every)
-        self._blocks = CompiledBlocks() if options.compile_blocks else None
-
-    def _run(self, stage: Stage, x: Tensor) -> Tensor:
-        if self._blocks is not None and self._blocks.takes(stage):
-            return self._blocks.run(stage, self._active(stage), x).to(self.dtype)
-        return super()._run(stage, x)
-
-    def _hidden(self, ids: Tensor) -> Tensor:
-        x = ids
-        for stage in self.trunk:
-            if self.is_checkpointed and isinstance(stage, Block):
-                x = checkpoint(self._run, stage, x, use_reentrant=False)
-            else:
-                x = self._run(stage, x)
-        return x
 
 
 class Checkpointed(Whole):

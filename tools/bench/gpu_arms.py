@@ -8,6 +8,7 @@ initial values and the optimizer with the run. Knows nothing of stores.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -28,28 +29,37 @@ from trainer.tape import Compute
 from trainer.timing import StepClock
 
 
-class Resident(ResidentTrainer):
+class Compiled(ResidentTrainer):
     """Resident training without a wait inside a step; blocks compiled, checkpointed if asked."""
 
-    def __init__(self, plan: Plan, *, checkpointed: bool) -> None:
-        options = options_of(plan.recipe, plan.settings)
-        super().__init__(plan.recipe.model, options, plan.recipe.seed, plan.recipe.device)
-        self._blocks = CompiledBlocks() if options.compile_blocks else None
-        self._checkpointed = checkpointed
+    is_checkpointed = False
+
+    @cached_property
+    def _blocks(self) -> CompiledBlocks | None:
+        return CompiledBlocks() if self.options.compile_blocks else None
 
     def _run(self, stage: Stage, x: Tensor) -> Tensor:
-        if isinstance(stage, Block) and self._blocks is not None:
+        if self._blocks is not None and self._blocks.takes(stage):
             return self._blocks.run(stage, self._active(stage), x).to(self.dtype)
         return super()._run(stage, x)
 
     def _hidden(self, ids: Tensor) -> Tensor:
         x = ids
         for stage in self.trunk:
-            if self._checkpointed and isinstance(stage, Block):
+            if self.is_checkpointed and isinstance(stage, Block):
                 x = checkpoint(self._run, stage, x, use_reentrant=False)
             else:
                 x = self._run(stage, x)
         return x
+
+
+class Resident(Compiled):
+    """Trains a run's model, from the run's first values."""
+
+    def __init__(self, plan: Plan, *, checkpointed: bool) -> None:
+        options = options_of(plan.recipe, plan.settings)
+        super().__init__(plan.recipe.model, options, plan.recipe.seed, plan.recipe.device)
+        self.is_checkpointed = checkpointed
 
 
 class Recorded(Resident):
