@@ -25,12 +25,6 @@ def source(quick_path: Path) -> Iterator[shardb.Store]:
 
 
 @pytest.fixture
-def target(quick_path: Path) -> Iterator[shardb.Store]:
-    with shardb.open(quick_path / "durable", create=True) as store:
-        yield store
-
-
-@pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """An event without which no object's bytes leave the source."""
     gate = threading.Event()
