@@ -13,25 +13,21 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.lora.compiled import GATES, INPUTS, OUTPUT
+from trainer.lora.compiled import GATES, INPUTS, OUTPUT, CompiledAdapted
 from trainer.lora.stages import AdaptedStage
 from trainer.lora.targets import linear_modules
 from trainer.model.adapters import A_ENDS
-from trainer.model.compiled import Blocks, leaf
-from trainer.model.stages import Block, Stage
+from trainer.model.compiled import leaf, with_history
+from trainer.model.layers import causal_attention, split_heads
+from trainer.model.stages import Stage
 
 LAST = "mlp.down_proj"
 
 
-class WalkedBlocks(Blocks):
-    """Stands for `CompiledAdapted` where memory is walked through."""
-
-    def takes(self, stage: Stage) -> bool:
-        """Say whether a stage runs compiled."""
-        return isinstance(stage, AdaptedStage) and isinstance(stage.inner, Block)
+class WalkedBlocks(CompiledAdapted):
+    """Stands for `CompiledAdapted` where memory is walked through: it takes the same stages."""
 
     def run(self, stage: Stage, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Hold what a block holds; give a tensor of its output's shape."""
@@ -39,10 +35,7 @@ class WalkedBlocks(Blocks):
         form = _Form(stage, x)
         at_last = [leaf(each) for name, each in params.items() if name.startswith(LAST)]
         leaves = [leaf(each) for name, each in params.items() if not name.startswith(LAST)]
-        with torch.enable_grad():
-            parts = _First.apply(form, leaf(x), *leaves)  # type: ignore[no-untyped-call]
-        if not torch.is_grad_enabled():
-            parts = tuple(part.detach() for part in parts)
+        parts = with_history(_First.apply, form, leaf(x), *leaves)
         ended = (form, stage.binding.is_replay, *parts, *at_last)
         output: Tensor = _Last.apply(*ended)  # type: ignore[no-untyped-call]
         return output
@@ -114,18 +107,13 @@ class _First(torch.autograd.Function):
         config, width = form.config, form.config.hidden_size
         kept = [form.tensor(1, wide=True), *form.input_of(INPUTS, width)]
         normed = form.tensor(width)
-        q, k, v = (_heads(form.product(name), config.head_dim) for name in INPUTS)
+        q, k, v = (split_heads(form.product(name), config.head_dim) for name in INPUTS)
         turned = torch.empty_like(q), torch.empty_like(k)
         del q, k, normed
         with torch.enable_grad():
             ctx.heads = [each.requires_grad_() for each in (*turned, v)]
             del turned, v
-            grouped = config.num_heads != config.num_kv_heads
-            query, key, value = ctx.heads
-            ctx.mixed = F.scaled_dot_product_attention(
-                query, key, value, is_causal=True, enable_gqa=grouped
-            )
-            del query, key, value
+            ctx.mixed = causal_attention(*ctx.heads)
         kept += form.input_of(OUTPUT, config.query_size)
         out = form.product(*OUTPUT)
         summed = form.tensor(width)
@@ -145,7 +133,7 @@ class _First(torch.autograd.Function):
         summed = form.tensor(width)
         del inner
         outer = form.back_through(OUTPUT, form.config.query_size)
-        wanted = _heads(outer, form.config.head_dim)
+        wanted = split_heads(outer, form.config.head_dim)
         found = torch.autograd.grad(ctx.mixed, ctx.heads, wanted)
         del outer, wanted, ctx.mixed, ctx.heads
         turned = [torch.empty_like(each) for each in found[:2]]
@@ -188,8 +176,3 @@ class _Last(torch.autograd.Function):
         found = torch.empty_like(gate), torch.empty_like(up)
         del inner, beside
         return None, None, gradients[0], *found, *others
-
-
-def _heads(x_BTW: Tensor, head_dim: int) -> Tensor:
-    rows, positions, width = x_BTW.shape
-    return x_BTW.view(rows, positions, width // head_dim, head_dim).transpose(1, 2)
