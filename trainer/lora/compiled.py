@@ -89,22 +89,18 @@ class _Ended(torch.autograd.Function):
     def forward(
         ctx: Any, functions: _Functions, is_replay: bool, x: Tensor, *others: Tensor
     ) -> Tensor:
-        gate, up, matrix, *adapter = others
         ctx.functions = functions
-        ctx.save_for_backward(gate, up, matrix, *adapter)
+        ctx.save_for_backward(*others)
         if is_replay:
             return x.new_zeros(()).expand(x.shape)
-        plain = [each.detach() for each in adapter]
-        return functions.last(x.detach(), gate.detach(), up.detach(), matrix, plain)
+        x, gate, up, matrix, *adapter = (each.detach() for each in (x, *others))
+        return functions.last(x, gate, up, matrix, adapter)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         [gradient] = gradients
-        gate, up, matrix, *adapter = ctx.saved_tensors
-        plain = [each.detach() for each in adapter]
-        found = ctx.functions.last_back(
-            gate.detach(), up.detach(), matrix, plain, gradient.contiguous()
-        )
+        gate, up, matrix, *adapter = (each.detach() for each in ctx.saved_tensors)
+        found = ctx.functions.last_back(gate, up, matrix, adapter, gradient.contiguous())
         return None, None, gradient, found[0], found[1], None, *found[2:]
 
 
@@ -150,14 +146,14 @@ def _last_product(
         gate: Tensor, up: Tensor, matrix: Tensor, adapter: list[Tensor], gradient: Tensor
     ) -> tuple[Tensor, ...]:
         inner = gradient @ matrix
-        if not adapter:
-            return torch.ops.aten.silu_backward(inner * up, gate), inner * F.silu(gate)
-        a_RI, b_OR = adapter
-        through = (F.silu(gate) * up).to(a_RI.dtype).flatten(0, -2)
-        wide = (gradient.to(a_RI.dtype) * scale).flatten(0, -2)
-        low = wide @ b_OR
-        found = low.t() @ through, wide.t() @ F.linear(through, a_RI)
-        inner = inner + (low @ a_RI).to(inner.dtype).view(inner.shape)
+        found: tuple[Tensor, ...] = ()
+        if adapter:
+            a_RI, b_OR = adapter
+            through = (F.silu(gate) * up).to(a_RI.dtype).flatten(0, -2)
+            wide = (gradient.to(a_RI.dtype) * scale).flatten(0, -2)
+            low = wide @ b_OR
+            found = low.t() @ through, wide.t() @ F.linear(through, a_RI)
+            inner = inner + (low @ a_RI).to(inner.dtype).view(inner.shape)
         return torch.ops.aten.silu_backward(inner * up, gate), inner * F.silu(gate), *found
 
     return forward, backward
@@ -206,5 +202,5 @@ def _groups(names: Sequence[str]) -> list[list[str]]:
     """Give the modules that have adapters, those together that take the same input."""
     adapted = [name.removesuffix(A_ENDS) for name in names if name.endswith(A_ENDS)]
     found = [[each for each in adapted if each in group] for group in (INPUTS, OUTPUT, GATES)]
-    alone = [[each] for each in adapted if not any(each in group for group in found)]
-    return [group for group in (*found, *alone) if group]
+    assert sum(map(len, found)) == len(adapted), "an adapter was passed by"
+    return [group for group in found if group]
