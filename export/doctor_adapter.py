@@ -12,12 +12,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from export.doctor_files import folder_hygiene
+from export.doctor_files import folder_hygiene, read_or_tell
 from export.doctor_findings import Examined, Finding, Place, few, worst_first
 from export.doctor_values import all_zero, extents_of, not_finite
 from export.import_config import CONFIG
 from export.import_files import INDEX, WEIGHTS, StoredTensor, read_header, read_json
-from trainer.errors import InputError
 from trainer.model.adapters import A_ENDS, B_ENDS
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
@@ -36,7 +35,7 @@ def is_adapter(folder: Path) -> bool:
 def examine_adapter(folder: Path) -> Examined:
     """Look at configuration, names, shapes and values."""
     findings: list[Finding] = []
-    config = _read_config(folder, findings)
+    config = read_or_tell(read_json, folder / ADAPTER_CONFIG, EXPORT_AGAIN, findings)
     tensors = _read_tensors(folder, findings)
     if config is not None:
         findings += _config_findings(config)
@@ -61,25 +60,12 @@ def examine_adapter(folder: Path) -> Examined:
     )
 
 
-def _read_config(folder: Path, findings: list[Finding]) -> dict[str, Any] | None:
-    try:
-        return read_json(folder / ADAPTER_CONFIG)
-    except (InputError, OSError) as error:
-        what = str(error).removeprefix(f"{folder / ADAPTER_CONFIG}: ")
-        findings.append(_CONFIG.error("", what, EXPORT_AGAIN))
-        return None
-
-
 def _read_tensors(folder: Path, findings: list[Finding]) -> dict[str, StoredTensor]:
     path = folder / ADAPTER_WEIGHTS
     if not path.exists():
         findings.append(_WEIGHTS.error("", "it is not there", EXPORT_AGAIN))
         return {}
-    try:
-        return read_header(path)
-    except (InputError, OSError) as error:
-        findings.append(_WEIGHTS.error("", str(error).removeprefix(f"{path}: "), EXPORT_AGAIN))
-        return {}
+    return read_or_tell(read_header, path, EXPORT_AGAIN, findings) or {}
 
 
 def _config_findings(config: Mapping[str, Any]) -> Iterator[Finding]:

@@ -11,10 +11,10 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from export.doctor_findings import Finding, Place, few
 from export.import_files import INDEX, WEIGHTS, StoredTensor, read_header, read_json
@@ -27,6 +27,8 @@ _LEFTOVERS = ("*.tmp", "*.incomplete", "*.lock", "*.part", "*.partial", "*.crdow
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _LOADERS_FORMATS = ("pt", "tf", "flax", "mlx")
 
+Content = TypeVar("Content")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FolderWeights:
@@ -34,6 +36,18 @@ class FolderWeights:
 
     tensors: Mapping[str, StoredTensor]
     findings: tuple[Finding, ...]
+
+
+def read_or_tell(
+    read: Callable[[Path], Content], path: Path, remedy: str, findings: list[Finding]
+) -> Content | None:
+    """Read a file; one that cannot be trusted is a finding, and gives None."""
+    try:
+        return read(path)
+    except (InputError, OSError) as error:
+        what = str(error).removeprefix(f"{path}: ")
+        findings.append(Place(file=path.name).error("", what, remedy))
+        return None
 
 
 def folder_weights(folder: Path) -> FolderWeights:

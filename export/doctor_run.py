@@ -13,7 +13,13 @@ from pathlib import Path
 from export.doctor_adapter import ADAPTER_CONFIG, examine_adapter, is_adapter
 from export.doctor_against import Compared, folder_against, gguf_against
 from export.doctor_config import config_findings
-from export.doctor_files import MANIFEST, folder_hygiene, folder_weights, manifest_digests
+from export.doctor_files import (
+    MANIFEST,
+    folder_hygiene,
+    folder_weights,
+    manifest_digests,
+    read_or_tell,
+)
 from export.doctor_findings import (
     ERROR,
     Examined,
@@ -147,13 +153,9 @@ def _hint(folder: Path) -> str:
 
 
 def _config(folder: Path, findings: list[Finding]) -> dict[str, object] | None:
-    try:
-        config = read_json(folder / CONFIG)
-    except (InputError, OSError) as error:
-        what = str(error).removeprefix(f"{folder / CONFIG}: ")
-        findings.append(Place(file=CONFIG).error("", what, "fetch the file again"))
-        return None
-    if config is None:
+    told = len(findings)
+    config = read_or_tell(read_json, folder / CONFIG, "fetch the file again", findings)
+    if config is None and len(findings) == told:
         remedy = "fetch it: weights alone are no model"
         findings.append(Place(file=CONFIG).error("", "it is not there", remedy))
     return config

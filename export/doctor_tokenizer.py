@@ -16,6 +16,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from export.doctor_files import read_or_tell
 from export.doctor_findings import Finding, Place
 from export.import_config import CONFIG
 from export.import_files import read_json
@@ -26,7 +27,6 @@ from export.package_tokenizer import (
     TOKENIZER_FILE,
     cuts_as_qwen2,
 )
-from trainer.errors import InputError
 
 GENERATION = "generation_config.json"
 ROLES = ("bos", "eos", "pad")
@@ -67,9 +67,9 @@ def tokenizer_findings(folder: Path, config: Mapping[str, Any]) -> Iterator[Find
     findings: list[Finding] = []
     read = Read(
         tokenizer=_tokenizer(folder, findings),
-        settings=_object(folder, SETTINGS_FILE, findings),
+        settings=_object(folder / SETTINGS_FILE, findings),
     )
-    generation = _object(folder, GENERATION, findings)
+    generation = _object(folder / GENERATION, findings)
     yield from findings
     if read.tokenizer is not None:
         yield from _vocabulary(read.tokenizer, config)
@@ -96,13 +96,8 @@ def _tokenizer(folder: Path, findings: list[Finding]) -> Tokenizer | None:
         return None
 
 
-def _object(folder: Path, name: str, findings: list[Finding]) -> Mapping[str, Any]:
-    try:
-        return read_json(folder / name) or {}
-    except (InputError, OSError) as error:
-        what = str(error).removeprefix(f"{folder / name}: ")
-        findings.append(Place(file=name).error("", what, "fetch the file again"))
-        return {}
+def _object(path: Path, findings: list[Finding]) -> Mapping[str, Any]:
+    return read_or_tell(read_json, path, "fetch the file again", findings) or {}
 
 
 def _vocabulary(tokenizer: Tokenizer, config: Mapping[str, Any]) -> Iterator[Finding]:
