@@ -41,6 +41,10 @@ class Fault(NamedTuple):
     mend: str = "the line"
 
 
+# A conversation's text, and where in it an assistant speaks.
+_Written = tuple[str, list[tuple[int, int]]]
+
+
 def record_fault(body: Mapping[str, Any], form: str) -> str | None:
     """Say what is wrong with a record by itself; None where nothing is."""
     if form == "prompt-completion":
@@ -74,6 +78,8 @@ class ConversationEncoder:
         self._form = form
         self._end_id = end_id
         self._template = template
+        # The last conversation, written out: one is encoded right after it was looked at.
+        self._written: tuple[Sequence[Message], _Written] | None = None
         self._tokenizer = Tokenizer.from_str(json_bytes.decode())
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -92,8 +98,11 @@ class ConversationEncoder:
             return Encoded(
                 ids=np.concatenate([found.ids, end]), counts=np.append(found.counts, True)
             )
-        self._refuse_controls(body["messages"])
-        return self._encoded(*self._rendered(body["messages"]))
+        messages = body["messages"]
+        if self._written is None or self._written[0] != messages:
+            self._refuse_controls(messages)
+            self._written = messages, self._rendered(messages)
+        return self._encoded(*self._written[1])
 
     def fault(self, body: Mapping[str, Any]) -> Fault | None:
         """Say why a record of the right form cannot be encoded; None where it can."""
@@ -105,7 +114,7 @@ class ConversationEncoder:
         except InputError as error:
             return Fault(error.message)
         try:
-            self._rendered(messages)
+            self._written = messages, self._rendered(messages)
         except InputError as error:
             return Fault(error.message, "the line or the template")
         return None
@@ -116,8 +125,7 @@ class ConversationEncoder:
                 if control in message["content"]:
                     raise InputError(f"message {number} holds {control}, which is a control token")
 
-    def _rendered(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
-        """Give a conversation's text, and where in it an assistant speaks."""
+    def _rendered(self, messages: Sequence[Message]) -> _Written:
         template = self._template
         assert template is not None, "a chat has a template"
         whole = template(messages, False)

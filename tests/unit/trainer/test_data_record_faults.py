@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.support.exports import byte_tokenizer
+from trainer.data import chat_template
+from trainer.data.chat_template import ChatTemplate, Message
 from trainer.data.conversations import ConversationEncoder
 from trainer.data.inspect import inspect
 from trainer.data.options import PrepareOptions
@@ -133,6 +136,23 @@ def test_a_template_may_trim_what_is_said_and_leave_thoughts_out(folder: Path) -
     text = tokenizer.decode([token % (1 << 30) for token in sample.ids])
     assert "assistant: the answer\n" in text
     assert "think" not in text
+
+
+def test_a_conversation_is_written_out_once_a_pass(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = []
+
+    class Counted(ChatTemplate):
+        def __call__(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+            written.append(len(messages))
+            return ChatTemplate.__call__(self, messages, add_generation_prompt)
+
+    monkeypatch.setattr(chat_template, "ChatTemplate", Counted)
+    write(folder / "train.jsonl", chat("a", "b"), chat("c", "d"))
+    made(folder)
+    records, passes = 3, 2
+    assert sorted(written) == sorted([2, 1, 2] * records * passes)
 
 
 def test_only_chats_have_faults_of_an_encoder(folder: Path) -> None:
