@@ -8,7 +8,7 @@ fresh view still needs the object, before and after it was read once more.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from shardb import references
@@ -47,8 +47,12 @@ class Reading:
 
 @dataclass(kw_only=True)
 class Audit:
-    """What was read, and the damaged objects by digest; `complete` unless a deadline came first."""
+    """What was read: what is `sound`, and the damaged objects by digest.
 
+    It is `complete` unless a deadline came first.
+    """
+
+    sound: set[Wanted] = field(default_factory=set)
     faults: dict[str, ObjectFault] = field(default_factory=dict)
     objects: int = 0
     bytes: int = 0
@@ -56,13 +60,20 @@ class Audit:
 
 
 def audit_objects(
-    files: FileSystem, root: str, tables: DictTables, *, applied_lsn: int, reading: Reading
+    files: FileSystem,
+    root: str,
+    tables: DictTables,
+    *,
+    applied_lsn: int,
+    reading: Reading,
+    sound: Collection[Wanted] = (),
 ) -> Audit:
     """Read the objects that the commits of `tables` need, which the log gave up to `applied_lsn`.
 
-    Those that were not verified for longest come first.
+    Those that were not verified for longest come first; those that an audit before this one found
+    `sound` are not read again.
     """
-    return _Auditing(files, root, applied_lsn, reading).run(tables)
+    return _Auditing(files, root, applied_lsn, reading).run(tables, sound)
 
 
 class _Auditing:
@@ -78,8 +89,9 @@ class _Auditing:
         self.objects_total = 0
         self.bytes_total = 0
 
-    def run(self, tables: DictTables) -> Audit:
-        wanted = self._in_order(needed_objects(tables))
+    def run(self, tables: DictTables, sound: Collection[Wanted]) -> Audit:
+        needed = needed_objects(tables)
+        wanted = self._in_order({d: item for d, item in needed.items() if item not in sound})
         self.objects_total = len(wanted)
         self.bytes_total = sum(item.file_bytes for item in wanted)
         suspected: list[Checked] = []
@@ -89,8 +101,10 @@ class _Auditing:
             self.audit.bytes += checked.wanted.file_bytes
             if checked.fault is not None:
                 suspected.append(checked)
-            elif self.reading.on_verified is not None:
-                self.reading.on_verified(checked.wanted.digest)
+            else:
+                self.audit.sound.add(checked.wanted)
+                if self.reading.on_verified is not None:
+                    self.reading.on_verified(checked.wanted.digest)
             self._show_progress()
 
         self.audit.complete = check_objects(

@@ -21,6 +21,7 @@ from shardb.fsck import check_store
 from shardb.fsck_audit import Reading, audit_objects
 from shardb.fsck_impact import needed_objects
 from shardb.fsck_leftovers import SET_ASIDE_PREFIX
+from shardb.fsck_objects import Wanted
 from shardb.fsck_view import View, take_view
 from shardb.index_state import IndexState, IndexUnreadableError, read_index
 from shardb.obstacles import check_readable, find_obstacles, obstacle_at
@@ -107,6 +108,7 @@ class _Repairing:
         self.source = source
         self.wishes = wishes
         self.reading = reading
+        self.sound: set[Wanted] = set()  # found so by the plans until now
 
     # What lies in the way, of which nothing else can be told before it is moved
 
@@ -193,8 +195,14 @@ class _Repairing:
         state.sweep(tables, view.leased(self.files))
         applied_lsn = index.applied.lsn if index is not None else 0
         audit = audit_objects(
-            self.files, self.root, tables, applied_lsn=applied_lsn, reading=self.reading
+            self.files,
+            self.root,
+            tables,
+            applied_lsn=applied_lsn,
+            reading=self.reading,
+            sound=self.sound,
         )
+        self.sound |= audit.sound
         objects = plan_objects(
             self.files,
             self.root,

@@ -12,6 +12,7 @@ import shardb
 from shardb import records
 from shardb.cli import run as run_command
 from shardb.filesystem import RealFileSystem
+from shardb.fsck_audit import Reading
 from shardb.log import Log
 from shardb.repair import repair
 from shardb.repair_objects import Wishes
@@ -98,6 +99,17 @@ def test_is_nothing_lost_that_a_copy_has(
         assert store.resolve("main").step == LAST_STEP
         assert set(store.snapshots()) == {"step-1", "step-7"}
     check_repaired(cut_run, known)
+
+
+def test_is_no_whole_object_read_for_each_plan(whole_run: Path, cut_run: Path) -> None:
+    """There is a plan with what ours tells, and one with what the copy goes on with."""
+    reopen(cut_run)
+    source, read = StoreFiles(RealFileSystem(), str(whole_run)), list[str]()
+    outcome = repair(str(cut_run), source=source, reading=Reading(on_verified=read.append))
+    assert "log_fill" in [action.what for action in outcome.plan.actions]
+    with shardb.open(whole_run) as store:
+        needed = {e.digest for commit in store.commits() for e in commit.shards.values()}
+    assert sorted(read) == sorted(needed)
 
 
 @pytest.mark.parametrize("since", [reopen, begin_and_lose_the_index])
