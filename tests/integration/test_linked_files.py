@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -20,15 +20,12 @@ FIRST, LAST = 6, 12
 
 
 @pytest.fixture(params=["disk", "memory"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A folder on a disk, and one on a RAM disk, where objects are mapped and reused in place."""
     if request.param == "disk":
-        yield tmp_path
-        return
-    folder = Path("/dev/shm") / f"shardb-links-{os.getpid()}"
-    folder.mkdir()
-    yield folder
-    shutil.rmtree(folder)
+        return tmp_path
+    active: Path = request.getfixturevalue("active")
+    return active.parent
 
 
 def go_on(root: Path, steps: Iterable[int]) -> None:
