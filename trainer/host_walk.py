@@ -24,13 +24,12 @@ from shardb import TensorSpec, torch_adaptor
 from shardb.layout import build
 from trainer.device import ALIGNMENT_BYTES, Device
 from trainer.host_updates import PENDING_MAX
-from trainer.model import layers
 from trainer.model.stages import Stage, build_head, build_trunk
 from trainer.optimizers.bf16_masters import stored_specs
 from trainer.optimizers.tiles import ShardUpdate
 from trainer.options import EngineOptions
 from trainer.step_walk import StepWalk
-from trainer.vram import StepShape, carried_on
+from trainer.vram import StepShape, carried_on, make_tables
 from trainer.vram_trace import META, HostAttention, MemoryTrace
 
 # Numbers that stand alone, such as steps, sums and norms of each tensor.
@@ -51,15 +50,7 @@ def predicted_host_phases(shape: StepShape) -> dict[str, int]:
 @lru_cache(maxsize=4096)
 def _walked(shape: StepShape, blocks: int) -> Mapping[str, int]:
     config = replace(shape.model, num_layers=blocks)
-    layers.rotary_angles(
-        shape.seq_len,
-        config.head_dim,
-        config.rope_theta,
-        shape.options.torch_dtype,
-        META,
-        config.rope_scaling,
-        made_on=None,  # as blocks ask for them: other words would make other tables
-    )
+    make_tables(shape)
     trace = MemoryTrace(block_bytes=lambda size: size)
     with trace, trace.left_out():  # token ids are numpy's
         ids = [

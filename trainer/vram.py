@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from trainer.meta_kernels import without_compiler
-from trainer.model import layers
 from trainer.model.config import ModelConfig
-from trainer.model.stages import Stage, build_head, build_trunk
+from trainer.model.stages import Block, Stage, build_head, build_trunk
 from trainer.options import EngineOptions
 from trainer.step_walk import StepWalk
 from trainer.vram_trace import META, FusedAttention, MemoryTrace, block_bytes
@@ -105,6 +104,16 @@ def table_bytes(shape: StepShape) -> int:
     return 2 * block_bytes(shape.seq_len * shape.model.head_dim * item)
 
 
+def make_tables(shape: StepShape, *, angles_on_device: bool = False) -> None:
+    """Let a block make the tables of angles before counting begins: they last, and count as such.
+
+    angles_on_device: as the blocks of the walk have it; others would make tables of their own.
+    """
+    size = 1, shape.seq_len, shape.model.hidden_size
+    x = torch.empty(size, dtype=shape.options.torch_dtype, device=META)
+    Block(shape.model, 0, angles_on_device=angles_on_device).angles(x)
+
+
 def _ahead_bytes(shape: StepShape) -> int:
     """Parameter shards that were copied ahead to the device."""
     if shape.options.prefetch != "gpu":
@@ -128,12 +137,7 @@ def _count(shape: tuple[int, ...]) -> int:
 def _walked(shape: StepShape, blocks: int) -> Mapping[str, int]:
     """Walk through a step with so many blocks; give the peak of each phase."""
     config = replace(shape.model, num_layers=blocks)
-    dtype = shape.options.torch_dtype
-    # Made before counting begins, because it lasts; it is counted as such.
-    layers.rotary_angles(
-        *(shape.seq_len, config.head_dim, config.rope_theta, dtype, META, config.rope_scaling),
-        made_on=None,  # as blocks ask for them: other words would make other tables
-    )
+    make_tables(shape)
     ids = [
         torch.empty(shape.micro_batch_size, shape.seq_len, dtype=torch.int64, device=META)
         for _ in range(shape.accumulation)

@@ -32,7 +32,6 @@ from trainer.lora.model import backward_order, brought_bytes, slot_bytes
 from trainer.lora.slots import Lease
 from trainer.lora.stages import AdaptedStage, adapted, leased
 from trainer.lora.targets import adapter_specs, linear_modules
-from trainer.model import layers
 from trainer.model.adapter_settings import LoraSettings
 from trainer.model.handed import handed_bytes
 from trainer.model.micro_batch import drop_keys, stand_ins
@@ -50,6 +49,7 @@ from trainer.vram import (
     StepShape,
     carried_on,
     lasting_bytes,
+    make_tables,
 )
 from trainer.vram_trace import META, FusedAttention, HostAttention, MemoryTrace, block_bytes
 
@@ -80,11 +80,7 @@ def _walked(
 ) -> Mapping[str, int]:
     config = replace(shape.model, num_layers=blocks)
     dtype = shape.options.torch_dtype
-    # Made before counting begins, because it lasts; it is counted as such.
-    layers.rotary_angles(
-        *(shape.seq_len, config.head_dim, config.rope_theta, dtype, META, config.rope_scaling),
-        made_on=META,
-    )
+    make_tables(shape, angles_on_device=True)
     trace = MemoryTrace(block_bytes=(lambda size: size) if is_host else block_bytes)
     trunk = [adapted(stage, lora) for stage in build_trunk(config)]
     walk_of = _HostWalk if is_host else _DeviceWalk

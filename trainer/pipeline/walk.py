@@ -25,7 +25,6 @@ from shardb.views import StagedShard, TensorImage
 from trainer.device import Device
 from trainer.device_lanes import HostLanes, Lane
 from trainer.host_walk import SCALARS_BYTES
-from trainer.model import layers
 from trainer.model.stages import build_head, build_trunk
 from trainer.optimizers.adamw import AdamW
 from trainer.optimizers.encoded_adamw import EncodedAdamW
@@ -50,6 +49,7 @@ from trainer.vram import (
     WORKSPACE_BYTES,
     StepShape,
     carried_on,
+    make_tables,
     table_bytes,
 )
 from trainer.vram_trace import META, FusedAttention, FusedKernel, HostAttention, MemoryTrace
@@ -113,7 +113,7 @@ def _walked(
     shape: StepShape, blocks: int, *, settings: PipelineSettings, is_host: bool
 ) -> Mapping[str, int]:
     shape = replace(shape, model=replace(shape.model, num_layers=blocks))
-    _make_tables(shape)
+    make_tables(shape)
     trace = MemoryTrace(block_bytes=int) if is_host else MemoryTrace()
     kernels = (HostAttention(),) if is_host else (FusedAttention(), _FusedNorm())
     with ExitStack() as stack:
@@ -360,15 +360,6 @@ class _Store:
 
     def commit(self) -> None:
         self._current, self._staged = self._staged, {}
-
-
-def _make_tables(shape: StepShape) -> None:
-    """Make the tables of angles before counting begins: they last, and count as such."""
-    model, dtype = shape.model, shape.options.torch_dtype
-    layers.rotary_angles(
-        *(shape.seq_len, model.head_dim, model.rope_theta, dtype, META, model.rope_scaling),
-        made_on=None,  # as blocks ask for them: other words would make other tables
-    )
 
 
 def _model(shape: StepShape, device: Device) -> StepModel:
