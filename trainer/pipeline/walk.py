@@ -46,6 +46,7 @@ from trainer.step import StepOrder
 from trainer.step_model import StepModel
 from trainer.tokens import Tokens
 from trainer.vram import (
+    LEFT_OUT_BYTES,
     WORKSPACE_BYTES,
     StepShape,
     carried_on,
@@ -65,9 +66,6 @@ COMPILED_PHASES = ("forward block", "backward block")
 COMPILED_SHARE = 0.63
 # Recordings compute in a stream of their own, for which cuBLAS keeps its buffers a second time.
 RECORDED_WORKSPACE_BYTES = 2 * WORKSPACE_BYTES
-# What else libraries keep, as beside a step of the plain way. On an H200 the prediction is then
-# from 2.2 to 11.5 MB above what steps took, over the grid of `tools/bench/vram_grid.py`.
-SMALL_BYTES = 5 << 20
 # What compiled blocks hold beside what PyTorch's own kernels do: on an H200 up to 4.3 MB of fp32.
 COMPILED_BYTES = 6 << 20
 EVERY_NUMBER = re.compile(r"[_ ]\d+$")
@@ -85,7 +83,9 @@ def predicted_pipeline_phases(
     if is_host:
         lasting = SCALARS_BYTES
     else:
-        lasting = SMALL_BYTES + table_bytes(shape)
+        # As beside a step of the plain way: on an H200 the prediction is then from 2.2 to 11.5 MB
+        # above what steps took, over the grid of `tools/bench/vram_grid.py`.
+        lasting = LEFT_OUT_BYTES + table_bytes(shape)
         lasting += COMPILED_BYTES if shape.options.compile_blocks else 0
         lasting += RECORDED_WORKSPACE_BYTES if settings.records_passes else WORKSPACE_BYTES
     return {phase: held + lasting for phase, held in phases.items()}
