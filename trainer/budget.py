@@ -17,6 +17,7 @@ from pathlib import Path
 from shardb.errors import StorageFullError
 from shardb.filesystem import RealFileSystem
 from shardb.layout import build
+from shardb.retention import Policy
 from trainer.errors import InputError
 from trainer.host_memory import machine_memory
 from trainer.host_updates import PENDING_MAX
@@ -31,8 +32,8 @@ from trainer.sizes import in_bytes
 from trainer.step_memory import host_phases
 from trainer.vram import StepShape
 
-# Two retained commits, as a store has it where nothing was said, and the one in work.
-COPIES = 3
+# The retained commits of a store where nothing was said, and the one in work.
+COPIES = Policy().keep_last + 1
 # Log, index pages and the reserve of a store, whatever the model's size.
 STORE_OVERHEAD_BYTES = 32 << 20
 # An empty store's log, index and reserve; then what one step adds to log and index together.
