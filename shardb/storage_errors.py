@@ -89,15 +89,14 @@ def _refusal(files: FileSystem, error: OSError) -> str:
 
     To rename or remove a file changes its directory.
     """
-    for path in (error.filename, error.filename2):
-        if isinstance(path, str):
-            for place in (path, os.path.dirname(path)):
-                if error.errno == errno.EPERM and files.is_immutable(place):
-                    return (
-                        f"{error.strerror}: {place} was made immutable or append-only, which binds "
-                        f"its owner and root too (see `lsattr -d`): `chattr -ia {quote(place)}`, "
-                        "as root, takes that off"
-                    )
+    paths = [path for path in (error.filename, error.filename2) if isinstance(path, str)]
+    places = [place for path in paths for place in (path, os.path.dirname(path))]
+    fixed = next(filter(files.is_immutable, places), None) if error.errno == errno.EPERM else None
+    if fixed is not None:
+        return (
+            f"{error.strerror}: {fixed} was made immutable or append-only, which binds its owner "
+            f"and root too (see `lsattr -d`): `chattr -ia {quote(fixed)}`, as root, takes that off"
+        )
     return (
         f"{error.strerror}; nothing says that it is damaged: run this as its owner, or chmod or "
         "chown it"
