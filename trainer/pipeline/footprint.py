@@ -48,6 +48,7 @@ class Spending:
     """What spare memory is spent on: more slots, and which stages stay on the device then."""
 
     slot_bytes: int = 0
+    more_boundaries: bool = False
     more_tiles: int = 0
     more_gradients: bool = False
     stages: tuple[str, ...]
@@ -67,8 +68,17 @@ def boundary_growth_bytes(sizes: PipelineSizes, slot_bytes: int) -> int:
     return slot_bytes * max(0, sizes.more_boundary_slots - sizes.boundary_slots)
 
 
-def spending(shapes: Mapping[str, StageShape], sizes: PipelineSizes, spare_bytes: int) -> Spending:
+def spending(
+    shapes: Mapping[str, StageShape],
+    sizes: PipelineSizes,
+    spare_bytes: int,
+    *,
+    boundary_bytes: int = 0,
+) -> Spending:
     """Say what so much spare memory is best spent on.
+
+    boundary_bytes: of one slot for hidden states, where they wait on the host: more of those come
+    before anything else.
 
     Small stages stay anyway. Slots come first, unless every stage can stay. Of the stages the first
     two come first: a replay ends and the next forward pass begins with them, and while their copies
@@ -77,12 +87,19 @@ def spending(shapes: Mapping[str, StageShape], sizes: PipelineSizes, spare_bytes
     """
     always = set(small_stages(shapes))
     needed = {n: resident_bytes(shape) for n, shape in shapes.items() if n not in always}
-    if sum(needed.values()) <= spare_bytes:
-        return Spending(stages=tuple(shapes))
+    boundaries, left = boundary_growth_bytes(sizes, boundary_bytes), spare_bytes
+    more_boundaries = 0 < boundaries <= left
+    left -= boundaries if more_boundaries else 0
+    if sum(needed.values()) <= left:
+        return Spending(
+            slot_bytes=spare_bytes - left,
+            more_boundaries=more_boundaries,
+            stages=tuple(shapes),
+        )
     tiles, gradients = growth_bytes([*shapes.values()], sizes)
     tile = max(shape.tile_bytes for shape in shapes.values())
-    more_tiles = min(tiles, max(0, spare_bytes)) // tile
-    left = spare_bytes - more_tiles * tile
+    more_tiles = min(tiles, max(0, left)) // tile
+    left -= more_tiles * tile
     # Where next to nothing stays, the link is what a step waits for, and no gradients' slot.
     more_gradients = (
         more_tiles * tile == tiles and gradients + FEW_STAGES * max(needed.values()) <= left
@@ -96,6 +113,7 @@ def spending(shapes: Mapping[str, StageShape], sizes: PipelineSizes, spare_bytes
             left -= needed[name]
     return Spending(
         slot_bytes=slot_bytes,
+        more_boundaries=more_boundaries,
         more_tiles=more_tiles,
         more_gradients=more_gradients,
         stages=tuple(stages),

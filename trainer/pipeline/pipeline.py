@@ -18,13 +18,7 @@ from trainer.optimizers.adamw import STATE_NAMES, AdamW
 from trainer.optimizers.encoded_adamw import EncodedAdamW
 from trainer.options import EngineOptions
 from trainer.pipeline.boundaries import OnDevice, OnHost, new_boundaries
-from trainer.pipeline.footprint import (
-    PipelineSizes,
-    boundary_growth_bytes,
-    resident_bytes,
-    small_stages,
-    spending,
-)
+from trainer.pipeline.footprint import PipelineSizes, resident_bytes, small_stages, spending
 from trainer.pipeline.gradients import GradientBank
 from trainer.pipeline.graphs import Passes
 from trainer.pipeline.host_side import HostSide
@@ -196,13 +190,11 @@ class Pipeline:
         spare = budget - self.model.device.peak_bytes() - sizes.margin_bytes
         always = small_stages(self.shapes)
         kept = sum(resident_bytes(self.shapes[n]) for n in self.residents if n not in always)
-        boundaries = boundary_growth_bytes(sizes, self.boundaries.slot_bytes)
-        if boundaries > spare + kept:
-            boundaries = 0
-        chosen = spending(self.shapes, sizes, spare + kept - boundaries)
-        spare -= chosen.slot_bytes + boundaries
+        slot = self.boundaries.slot_bytes
+        chosen = spending(self.shapes, sizes, spare + kept, boundary_bytes=slot)
+        spare -= chosen.slot_bytes
         if self.steps_done == FILLING_STEPS[-1] and spare >= 0:
-            if boundaries:
+            if chosen.more_boundaries:
                 self.boundaries.grow(sizes.more_boundary_slots)
             self.tiles.grow(sizes.tile_slots + chosen.more_tiles)
             if chosen.more_gradients:

@@ -95,14 +95,14 @@ def predicted_spending(
     shape: StepShape, settings: PipelineSettings, spare_bytes: int
 ) -> tuple[tuple[str, ...], Spending, int]:
     """Name all stages, say what spare memory will be spent on, and what it could be at most."""
-    shapes, growth = stage_shapes(_model(shape, Device(META)), settings.sizes), 0
+    shapes, slot = stage_shapes(_model(shape, Device(META)), settings.sizes), 0
     if settings.activations_on_host:
         items = shape.micro_batch_size * shape.seq_len * shape.model.hidden_size
-        growth = boundary_growth_bytes(settings.sizes, items * shape.options.torch_dtype.itemsize)
-    left = spare_bytes - growth if growth <= spare_bytes else spare_bytes
-    spent = spending(shapes, settings.sizes, left)
+        slot = items * shape.options.torch_dtype.itemsize
+    spent = spending(shapes, settings.sizes, spare_bytes, boundary_bytes=slot)
     always = small_stages(shapes)
-    most = growth + sum(resident_bytes(shapes[name]) for name in shapes if name not in always)
+    most = boundary_growth_bytes(settings.sizes, slot)
+    most += sum(resident_bytes(shapes[name]) for name in shapes if name not in always)
     if len(spent.stages) < len(shapes):
         most += sum(growth_bytes([*shapes.values()], settings.sizes))
     return tuple(shapes), spent, most
