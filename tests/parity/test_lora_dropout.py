@@ -19,6 +19,7 @@ from tests.support.adapters import (
     ResidentLora,
     adapter_engine,
     adapter_gradients,
+    differing,
     imported_store,
     plant_adapters,
     resident_gradients,
@@ -89,17 +90,12 @@ def resident_of(model: Any, keys: list[str | None]) -> tuple[float, Named]:
     return total / count, found
 
 
-def different(one: Named, other: Named) -> list[str]:
-    assert one.keys() == other.keys()
-    return [name for name, gradient in one.items() if not torch.equal(gradient, other[name])]
-
-
 def test_are_loss_and_gradients_those_of_the_resident_model_with_the_same_masks(case: Any) -> None:
     store, engine, model = case
     loss, found = adapter_gradients(store, engine, BATCHES, KEYS)
     expected_loss, expected = resident_of(model, KEYS)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
-    assert different(found, expected) == []
+    assert differing(found, expected) == []
     assert adapter_gradients(store, engine, BATCHES, KEYS)[0] == loss
 
 
@@ -114,7 +110,7 @@ def test_is_another_mask_noticed(case: Any, wrong: str) -> None:
         "none": [],
     }
     _, found = adapter_gradients(store, engine, BATCHES, keys[wrong])
-    assert len(different(found, expected)) == len(expected)
+    assert len(differing(found, expected)) == len(expected)
 
 
 def test_a_mask_is_its_seeds_and_keeps_the_mean() -> None:

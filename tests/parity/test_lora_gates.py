@@ -15,10 +15,10 @@ import shardb
 from tests.integration.test_lora_run import flags
 from tests.parity.test_lora_equals_resident import resident_backward, rows_of
 from tests.support.adapters import (
-    Named,
     ResidentLora,
     adapter_engine,
     adapter_gradients,
+    differing,
     imported_store,
     plant_adapters,
     resident_gradients,
@@ -79,11 +79,6 @@ def test_a_run_of_25_steps_has_the_resident_runs_losses_and_the_same_ones_again(
     again, other_engine, _ = prepared(tmp_path / "two", "llama")
     assert streamed_losses(again, other_engine) == streamed
     assert len(set(streamed)) == STEPS, "control: it is trained, on other rows each step"
-
-
-def differing(found: Named, expected: Named) -> list[str]:
-    assert found.keys() == expected.keys()
-    return [name for name, g in expected.items() if not torch.equal(found[name], g)]
 
 
 def test_gradients_over_four_micro_batches_are_the_resident_ones(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from tests.support.adapters import (
     Named,
     adapter_engine,
     adapter_gradients,
+    differing,
     plant_adapters,
     resident_gradients,
     settings_of,
@@ -235,7 +236,7 @@ def test_are_compiled_blocks_those_of_compiled_resident_ones(case: Case) -> None
     expected_loss, expected = stages_backward(case, batches, compiled=True)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     assert found.keys() == expected.keys() == case.planted.keys()
-    assert [name for name, g in expected.items() if not torch.equal(found[name], g)] == []
+    assert differing(found, expected) == []
     assert all(float(gradient.abs().max()) > 0 for gradient in found.values())
 
 
@@ -254,7 +255,7 @@ def test_are_compiled_blocks_with_few_adapters_those_of_resident_ones(case: Case
     expected_loss, expected = stages_backward(few, batches, compiled=True)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     assert found.keys() == expected.keys() == planted.keys()
-    assert [name for name, g in expected.items() if not torch.equal(found[name], g)] == []
+    assert differing(found, expected) == []
     plant_adapters(case.store, case.engine, step=step + 1)
 
 
@@ -264,7 +265,7 @@ def test_are_all_gradients_those_of_the_same_stages_resident(case: Case) -> None
     expected_loss, expected = stages_backward(case, batches, compiled=False)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     assert found.keys() == expected.keys() == case.planted.keys()
-    assert [name for name, g in expected.items() if not torch.equal(found[name], g)] == []
+    assert differing(found, expected) == []
     assert all(float(gradient.abs().max()) > 0 for gradient in found.values())
 
 
@@ -319,6 +320,5 @@ def test_are_all_gradients_bit_equal_over_two_micro_batches(case: Case) -> None:
     case.model.zero_grad()
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     assert found.keys() == expected.keys() == case.planted.keys()
-    different = [name for name, g in expected.items() if not torch.equal(found[name], g)]
-    assert different == []
+    assert differing(found, expected) == []
     assert all(float(gradient.abs().max()) > 0 for gradient in found.values())

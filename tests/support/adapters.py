@@ -157,6 +157,12 @@ def with_adapters(
     return count
 
 
+def differing(found: Named, expected: Named) -> list[str]:
+    """Give the names of tensors that are not the same to the last bit."""
+    assert found.keys() == expected.keys()
+    return [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
+
+
 def resident_gradients(model: nn.Module) -> Named:
     """Give the gradients of a resident model's adapters, by stage and name."""
     found = {}

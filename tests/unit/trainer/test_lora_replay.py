@@ -20,6 +20,7 @@ from tests.support.adapters import (
     Named,
     adapter_engine,
     adapter_gradients,
+    differing,
     imported_store,
     plant_adapters,
     settings_of,
@@ -59,10 +60,6 @@ def run(store: Path, engine: AdapterEngine) -> tuple[Named, int]:
     with LastProducts((inner, width)) as products:
         _, found = adapter_gradients(store, engine, rows)
     return found, products.count
-
-
-def differing(found: Named, other: Named) -> list[str]:
-    return [name for name, gradient in found.items() if not torch.equal(gradient, other[name])]
 
 
 def left_as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
