@@ -71,6 +71,8 @@ def _nursery(name: str) -> socket.socket:
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.support.nursery", str(theirs.fileno()), name],
         cwd=Path(__file__).resolve().parents[2],
+        # Looked at when PyTorch is imported: what a child's environment says comes too late.
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         pass_fds=[theirs.fileno()],
         stdout=subprocess.DEVNULL,  # as that of a command whose output is read: no terminal
     )
