@@ -235,10 +235,10 @@ def _with_updates_placed(plan: Plan, note: Callable[[str], None]) -> Plan:
 
 
 def _budget(recipe: Recipe, settings: Settings, store: Path, found: Found) -> Budget:
+    copies = found.kept_commits + 1  # and the step in work
     if recipe.lora is not None:
-        return adapter_budget(recipe, recipe.lora, settings, store)
-    budget = budget_of(recipe, settings, store, copies=found.kept_commits + 1)
-    return placed(budget, recipe, settings, store)
+        return adapter_budget(recipe, recipe.lora, settings, store, copies=copies)
+    return placed(budget_of(recipe, settings, store, copies=copies), recipe, settings, store)
 
 
 def _check_together(plan: Plan) -> None:

@@ -16,13 +16,16 @@ import torch
 import shardb
 from shardb import branching
 from shardb.retention import Policy
+from tests.support.adapters import imported_store
 from tests.support.memory_transaction import MemoryStore
 from tests.support.tiny_model import TINY
 from tests.support.training import arguments, make_data, train_here
 from trainer.budget import budget_of
 from trainer.device import Device
 from trainer.engine import Engine, EngineOptions
+from trainer.found import find_run
 from trainer.model.initialise import fill_initial
+from trainer.plan import make_plan
 from trainer.recipe_build import DataFacts, new_run
 
 STEPS = ("--max-steps", "5")
@@ -61,6 +64,16 @@ def test_a_store_holds_what_its_policy_keeps_and_the_step_in_work(
     assert (kept + 1) * commit <= held <= most, (held, most, commit)
     default, _ = predicted(tmp_path / "new", data, capsys)
     assert most - default == (kept - Policy().keep_last) * commit
+
+
+def test_adapters_are_predicted_by_the_policy_too(tmp_path: Path) -> None:
+    data = make_data(tmp_path / "data") / "train"
+    _, imported = imported_store(tmp_path, "llama")
+    given = {"store": str(imported), "data_dir": str(data), "device": "cpu", "lora_rank": 2}
+    default = make_plan(find_run(given), given, []).budget
+    store_keeping(imported, 6)
+    more = make_plan(find_run(given), given, []).budget
+    assert more.store_bytes - default.store_bytes == (6 - Policy().keep_last) * more.commit_bytes
 
 
 def test_gradients_wait_in_host_memory_only_where_they_do() -> None:

@@ -32,8 +32,13 @@ from trainer.placement_choice import run_boundary_bytes
 from trainer.recipe import Recipe, Settings
 
 
-def adapter_budget(recipe: Recipe, lora: LoraSettings, settings: Settings, store: Path) -> Budget:
-    """Work out the budgets of a run with adapters; InputError where a target is no module."""
+def adapter_budget(
+    recipe: Recipe, lora: LoraSettings, settings: Settings, store: Path, *, copies: int
+) -> Budget:
+    """Work out the budgets of a run with adapters; InputError where a target is no module.
+
+    copies: as of `budget_of`.
+    """
     stages = build_stages(recipe.model)
     check_targets(stages, lora)
     shards = adapter_shard_bytes(recipe, lora, stages)
@@ -53,6 +58,7 @@ def adapter_budget(recipe: Recipe, lora: LoraSettings, settings: Settings, store
         boundary_bytes=size,
         spill_bytes=size if placement == "spill" else 0,
         base_bytes=base_bytes(stages, lora),
+        copies=copies,
     )
     memory = _memory(recipe, lora, settings, found)
     return replace(found, memory=with_ram_disk(replace(found, memory=memory), settings, store))
