@@ -17,10 +17,9 @@ from export.doctor_findings import Examined, Finding, Place, few, worst_first
 from export.doctor_values import all_zero, extents_of, not_finite
 from export.import_config import CONFIG
 from export.import_files import INDEX, WEIGHTS, StoredTensor, read_header, read_json
+from export.peft_export import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.model.adapters import A_ENDS, B_ENDS
 
-ADAPTER_CONFIG: Final = "adapter_config.json"
-ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 EXPORT_AGAIN: Final = "export or fetch the adapter again"
 _ENDS: Final = (A_ENDS, B_ENDS)
 _CONFIG, _WEIGHTS = Place(file=ADAPTER_CONFIG), Place(file=ADAPTER_WEIGHTS)

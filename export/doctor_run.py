@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from export.doctor_adapter import ADAPTER_CONFIG, examine_adapter, is_adapter
+from export.doctor_adapter import examine_adapter, is_adapter
 from export.doctor_against import Compared, folder_against, gguf_against
 from export.doctor_config import config_findings
 from export.doctor_files import (
@@ -36,6 +36,7 @@ from export.doctor_values import extents_of, not_finite
 from export.import_config import CONFIG
 from export.import_files import INDEX, read_json
 from export.package_weights import IMPORTED, PACKED, open_weights
+from export.peft_export import ADAPTER_CONFIG
 from export.verify import Load, load_afresh
 from trainer.errors import InputError
 

@@ -27,7 +27,7 @@ from trainer.errors import InputError
 from trainer.model.adapter_settings import ALL_LINEAR, LoraSettings
 from trainer.model.adapters import A_ENDS, B_ENDS, PREFIX
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 NAME_PREFIX = "base_model.model."
 SPARE_BYTES = 1 << 20
 
@@ -76,10 +76,10 @@ def export_adapter(
         size = sum(tensor.nbytes for tensor in tensors.values())
         with Draft(out, is_directory=True, overwrite=overwrite) as draft:
             draft.check_space(size + SPARE_BYTES)
-            save_file(tensors, draft.path / WEIGHTS_FILE, metadata={"format": "pt"})
+            save_file(tensors, draft.path / ADAPTER_WEIGHTS, metadata={"format": "pt"})
             config = adapter_config(lora, weights.source, list(tensors), base_model)
             text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-            (draft.path / CONFIG_FILE).write_text(text)
+            (draft.path / ADAPTER_CONFIG).write_text(text)
             check_adapter(draft.path, tensors, weights.source)
             draft.publish()
         return AdapterReport(
@@ -137,7 +137,8 @@ def check_adapter(folder: Path, expected: Mapping[str, Tensor], source: SourcePa
     loads without a word and changes nothing.
     """
     weights = {NAME_PREFIX + each.name.removesuffix(".weight") for each in source.tensors}
-    loaded = load_file(folder / WEIGHTS_FILE)
+    path = folder / ADAPTER_WEIGHTS
+    loaded = load_file(path)
     matched = [
         name
         for name in loaded
@@ -146,10 +147,10 @@ def check_adapter(folder: Path, expected: Mapping[str, Tensor], source: SourcePa
     lost = sorted(loaded.keys() - set(matched))
     if not matched or lost or loaded.keys() != expected.keys():
         raise VerificationError(
-            f"{folder / WEIGHTS_FILE}: {len(matched)} of {len(expected)} tensors match a weight of"
+            f"{path}: {len(matched)} of {len(expected)} tensors match a weight of"
             f" the base{f', {lost[0]} does not' if lost else ''}: nothing was published"
         )
     assert len(matched) == len(expected)
     different = [n for n, tensor in expected.items() if not torch.equal(loaded[n], tensor)]
     if different:
-        raise VerificationError(f"{folder / WEIGHTS_FILE}: {different[0]} was not written as it is")
+        raise VerificationError(f"{path}: {different[0]} was not written as it is")

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from export.doctor_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from export.doctor_run import Against, examine
+from export.peft_export import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from shardb.errors import NotFoundError
 from tests.support.adapters import imported_store
 from tests.support.export_commands import run_here
