@@ -60,7 +60,6 @@ class LateLanes(HostLanes):
         self._deaf = deaf
         self._queues: dict[Lane, deque[Work]] = {lane: deque() for lane in LATE}
         self._asked = dict.fromkeys(LATE, 0)
-        self.done = dict.fromkeys(LATE, 0)
 
     @contextmanager
     def on(self, lane: Lane, name: str = "") -> Iterator[None]:
@@ -85,9 +84,9 @@ class LateLanes(HostLanes):
         if mark is None:
             return
         assert isinstance(mark, LateMark)
-        while self.done[mark.lane] < mark.asked:
-            self.done[mark.lane] += 1
-            self._queues[mark.lane].popleft()()
+        queue = self._queues[mark.lane]
+        while self._asked[mark.lane] - len(queue) < mark.asked:
+            queue.popleft()()
 
     def finish(self) -> None:
         """Make every copy."""
