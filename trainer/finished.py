@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import shardb
-from shardb.errors import ConflictError, StorageFailedError
+from shardb.errors import ConflictError, StorageFailedError, StorageFullError
 from trainer.run_shards import lines_since
 from trainer.step_log import last_logged_step, log_folder, open_step_log
 from trainer.tiers import durable_step_of
@@ -20,7 +20,7 @@ __all__ = ["complete_step_log"]
 def complete_step_log(path: Path, branch: str, last_step: int, *, allow_network: bool) -> None:
     """Write the lines up to `last_step` that the log of a branch lacks, unless somebody trains it.
 
-    A store that cannot be written to keeps its log as it is: a run that ended is no less whole.
+    A store or a log that cannot be written to stays as it is: a run that ended is no less whole.
     """
     folder = log_folder(path, branch)
     if last_logged_step(folder) >= last_step:
@@ -37,5 +37,5 @@ def complete_step_log(path: Path, branch: str, last_step: int, *, allow_network:
                 head.step,
                 lambda last: lines_since(store, head, last, durable_step=durable_step),
             ).close()
-    except (ConflictError, StorageFailedError):
+    except (ConflictError, StorageFailedError, StorageFullError, OSError):
         return

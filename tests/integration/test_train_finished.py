@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 import shardb
 from shardb.cli import run as shardb_command
 from tests.support.training import arguments, make_data, step_lines, train_here
-from trainer.step_log import FILE_NAME, log_folder
+from trainer.step_log import FILE_NAME, StepLog, log_folder
 
 STEPS = 3
 
@@ -35,6 +36,18 @@ def test_the_last_line_is_made_up(killed: Path) -> None:
     assert steps_told(killed) == list(range(1, STEPS + 1))
     assert step_lines(killed)[-1]["rebuilt"] is True
     assert shardb_command(["fsck", str(killed)]) == 0
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+def test_a_log_that_takes_no_line_leaves_a_finished_run_finished(
+    number: int, killed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(number, "no line")
+
+    monkeypatch.setattr(StepLog, "append", refused)
+    assert train_here(arguments(killed)) == 0
+    assert steps_told(killed) == list(range(1, STEPS))
 
 
 def test_the_log_of_a_run_that_somebody_trains_is_left_alone(killed: Path) -> None:
