@@ -92,7 +92,7 @@ def foreign_store(log: Log, index: IndexState, store_id: str | None) -> str | No
         return None
     try:
         first = log.scan(log.sequences()[-1]).frames[0]
-        logged = records.store_told_by(records.unpack(first.payload))
+        logged = records.store_told_by(first.payload)
     except (OSError, ShardbError, IndexError):
         return None
     return str(told) if logged == store_id else None

@@ -162,9 +162,10 @@ def unpack(payload: bytes) -> Record:
     return dict(record)
 
 
-def store_told_by(record: Record) -> str | None:
+def store_told_by(payload: bytes) -> str | None:
     """The id of the store as the record that begins a segment tells it; None of another record."""
     try:
+        record = unpack(payload)
         return str(record.get("store_id") or record["state"]["meta"]["store_id"])
-    except (KeyError, TypeError):
+    except (LogDamagedError, KeyError, TypeError):
         return None

@@ -213,10 +213,7 @@ class _Filling:
         if sequence - 1 in self.fills or sequence - 1 in self.sequences:
             return True  # it follows on one that was accepted
         first = all_frames(found)[:1]
-        try:
-            told = records.store_told_by(records.unpack(first[0].payload)) if first else None
-        except LogDamagedError:
-            return False
+        told = records.store_told_by(first[0].payload) if first else None
         return told is not None and told == self.store_id
 
 
