@@ -177,7 +177,8 @@ class _Filling:
         the index applied last, to which ours does not come.
         """
         applied = self.applied
-        if applied is None or sequence != max(self.sequences, default=0):
+        last = max(self.sequences, default=0)
+        if applied is None or sequence != last or sequence > applied.sequence:
             return False
         ours = self._ours(sequence)
         there = all_frames(ours)
@@ -190,9 +191,8 @@ class _Filling:
             if chain is None or not self._follows(chain, data):
                 return False
             chain = last_chain(data)
-            if place == applied.sequence and data is not None:
-                return chain is not None and bool(self._is_seen(place, data))
-        return False
+        assert data is not None, "it follows"
+        return chain is not None and bool(self._is_seen(applied.sequence, data))
 
     def _follows(self, chain: Chain, data: bytes | None) -> bool | None:
         """Whether a segment goes on from a chain; None where that cannot be told."""

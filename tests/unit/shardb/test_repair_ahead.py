@@ -255,6 +255,24 @@ def test_is_the_log_that_the_index_has_seen_taken_for_an_older_one(
     check_repaired(older, known)
 
 
+def test_is_a_copy_that_does_not_lead_to_what_the_index_has_seen_not_taken(
+    whole_run: Path, older: Path
+) -> None:
+    """The first record of the copy's segment is damaged, so that it does not follow."""
+    sequence = int(max((older / "wal").glob("*.wal")).stem)
+    log = Log(RealFileSystem(), str(whole_run / "wal"))
+    data = bytearray(log.read(sequence))
+    data[20] ^= 1
+    log.drop_raw(sequence)
+    Path(log.compressed_path(sequence)).unlink(missing_ok=True)
+    Path(log.path(sequence)).write_bytes(data)
+    outcome = repair(str(older), yes=True, source=StoreFiles(RealFileSystem(), str(whole_run)))
+    assert "log_fill" not in [action.what for action in outcome.plan.actions]
+    assert not fsck(older).has_errors
+    with shardb.open(older) as store:
+        assert store.resolve("main").step == LAST_STEP
+
+
 def test_is_the_copy_of_another_store_not_taken_for_an_older_log(
     older: Path, tmp_path: Path
 ) -> None:
