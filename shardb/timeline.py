@@ -154,7 +154,8 @@ def _index(files: FileSystem, root: str) -> bytes | None:
 def _applied(index: bytes | None) -> Position:
     """The record that the index has applied last; the start where it cannot say."""
     with suppress(IndexUnreadableError):
-        return read_index(index).applied if index is not None else START
+        if index is not None:
+            return read_index(index).applied
     return START
 
 
