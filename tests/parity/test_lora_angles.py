@@ -7,11 +7,11 @@ then falls to the other side in bf16: a model in transformers takes them on its 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
+from export.hf_config import SpecialIds, build_config
 from tests.support.adapters import settings_of
 from tests.support.tiny_model import TINY
 from trainer.lora.stages import adapted
@@ -33,33 +33,19 @@ NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])]
 
 
-def rope_of(config: ModelConfig) -> dict[str, Any]:
-    """Give the rotary parameters as a package has them."""
-    if config.rope_scaling is None:
-        return {"rope_type": "default", "rope_theta": config.rope_theta}
-    scaling = config.rope_scaling
-    return {
-        "rope_type": scaling.kind,
-        "rope_theta": config.rope_theta,
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_max_position_embeddings,
-    }
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("config", [TINY, LONG], ids=["plain", "llama3"])
 def test_are_the_tables_those_of_transformers_on_the_device(
     config: ModelConfig, device: str
 ) -> None:
     modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
+    package = build_config(config, "llama", SpecialIds(bos=None, eos=None, pad=None), "bfloat16")
     theirs = modeling.LlamaConfig(
         hidden_size=config.num_heads * config.head_dim,
         num_attention_heads=config.num_heads,
         head_dim=config.head_dim,
         max_position_embeddings=POSITIONS,
-        rope_parameters=rope_of(config),
+        rope_parameters=package["rope_parameters"],
     )
     x = torch.zeros(1, POSITIONS, config.hidden_size, dtype=torch.bfloat16, device=device)
     positions = torch.arange(POSITIONS, device=device)[None]
