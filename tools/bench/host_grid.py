@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import json
 import multiprocessing
 import sys
@@ -117,6 +118,7 @@ def cases() -> Iterator[tuple[str, StepShape]]:
 def tensor_peak(step: Any) -> int:
     """Give the most bytes that the allocator had handed out at a time during `step()`."""
     activity = torch.profiler.ProfilerActivity.CPU
+    gc.collect()  # what was left before would be given back in between, and taken for the step's
     with torch.profiler.profile(activities=[activity], profile_memory=True) as profile:
         step()
     held = peak = 0
