@@ -291,12 +291,19 @@ def _triple(loss: float, norm: float, clip: float) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Print every table, or write the thinned records."""
+    """Print every table, or write the thinned records; 2 where a file was thinned already."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("records", type=Path)
     parser.add_argument("--thin", type=Path, help="write the records that plots are drawn from")
     given = parser.parse_args(words)
     records = Records.read(given.records)
+    if any("tokens_per_second" not in line for line in records.of("main", "step")):
+        print(
+            f"error: {given.records}: these records are thinned: give the file that `python -m"
+            " tools.evidence` wrote, or draw plots from this one with tools.evidence_plots",
+            file=sys.stderr,
+        )
+        return 2
     if given.thin:
         given.thin.write_text("".join(json.dumps(line) + "\n" for line in thinned(records)))
         return 0

@@ -17,7 +17,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from tools import evidence
+from tools import evidence, evidence_report
 from tools.evidence_memory import Limits, Line, block_parameters, blocks_in, largest
 from tools.evidence_package import byte_counts, unigram_entropy
 from tools.evidence_parts import PARTS, RATES
@@ -235,6 +235,17 @@ def test_plots_are_drawn_from_thinned_records(tmp_path: Path) -> None:
     assert [plot.name for plot in made] == ["learning", "v25"]
     for plot in made:
         assert ET.fromstring(drawn(plot)).tag.endswith("svg")
+
+
+def test_tables_of_thinned_records_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, thin = tmp_path / "all.jsonl", tmp_path / "thin.jsonl"
+    lines = [step("main", "main", n) for n in range(1, 30)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert evidence_report.main([str(path), "--thin", str(thin)]) == 0
+    assert evidence_report.main([str(thin)]) == 2
+    assert f"{thin}: these records are thinned" in capsys.readouterr().err
 
 
 def test_a_run_that_takes_too_long_is_ended_and_read(tmp_path: Path) -> None:
