@@ -137,7 +137,7 @@ class Folder:
             plan = self.read_plan()
             if (plan.text, plan.quick) != (text, quick):
                 message = f"{self.root}/ holds a model of another text ({plan.text})."
-                raise DemoError(f"{message}\n  Start anew with: make demo-clean, and then the same command again")
+                raise DemoError(f"{message}\n  Start anew: make demo-clean, and this command again")
             return plan, True
         self.root.mkdir(parents=True, exist_ok=True)
         return self.write_plan(Plan(text=text, quick=quick)), False
