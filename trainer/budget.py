@@ -242,6 +242,11 @@ def check_memory(budget: Budget) -> str | None:
 
 def _activations(recipe: Recipe, settings: Settings) -> str:
     """Choose `keep` where `auto` was given and all of it takes at most half of what is free."""
+    if settings.activations == "attention":
+        raise InputError(
+            "--activations attention is for compiled blocks with adapters: give auto, keep or"
+            " recompute"
+        )
     if settings.activations != "auto":
         return settings.activations
     if settings.activation_placement == "spill" or settings.device_pipeline == "on":

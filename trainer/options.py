@@ -29,7 +29,7 @@ _CHOICES = {
     "grad_clip_mode": ("global", "shard", "none"),
     "weight_decay_scope": ("all", "matrices"),
     "prefetch": ("off", "cpu", "gpu", "secondary-gpu"),
-    "activations": ("recompute", "keep"),
+    "activations": ("recompute", "attention", "keep"),
     "activation_placement": ("vram", "host", "spill"),
 }
 _TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -57,7 +57,8 @@ class EngineOptions:
     global_optimizer_*: the periodic normaliser, see `trainer.normaliser`.
     guarded_step_replay, guard_replay_*: see `trainer.guard`.
     activations: `recompute` keeps each stage's inputs and computes the stage twice; `keep` holds
-        everything between forward and backward, as resident training does, and not the parameters.
+        everything between forward and backward, as resident training does, and not the parameters;
+        `attention` (compiled blocks with adapters) keeps what attention gave as well.
     activation_placement: where stages' inputs wait for the backward pass: `vram` is the memory of
         the device that computes, `host` host memory, `spill` a file; `keep` needs `vram`.
     pinned_budget_bytes: host memory that may be page-locked; None is no limit.
@@ -113,7 +114,7 @@ class EngineOptions:
             f"it is for adamw; with --optimizer {self.optimizer} give fp32",
         )
         _require(
-            self.activations == "recompute" or self.activation_placement == "vram",
+            self.activations != "keep" or self.activation_placement == "vram",
             "activation_placement",
             self.activation_placement,
             "activations that are kept stay where they are computed: give --activations recompute",

@@ -40,7 +40,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "guard_replay_on_exhaust": ("accept", "skip"),
     "lr_schedule": SHAPES,
     "prefetch_shards": ("off", "cpu", "gpu", "secondary-gpu"),
-    "activations": ("auto", "keep", "recompute"),
+    "activations": ("auto", "keep", "attention", "recompute"),
     "device_pipeline": ("auto", "on", "off"),
     "gradient_placement": ("vram", "host", "recompute"),
     "base_quant": QUANTS,

@@ -163,7 +163,7 @@ _SETTING = (
         ("prefetch_shards", str, "off; cpu: read coming shards ahead; gpu, secondary-gpu: there."),
         ("prefetch_window", int, "Shards that are read ahead at most."),
         ("prefetch_optimizer_shards", bool, "Read optimizer shards ahead too."),
-        ("activations", str, "keep them for the backward pass, recompute, or auto: what fits."),
+        ("activations", str, "Kept for the way back: keep (all), attention, recompute, or auto."),
         ("activation_placement", str, "What waits for the backward pass: vram, host, spill, auto."),
         ("vram_budget", str, "Device memory to fill (8GiB), or with --fit to fit into; or off."),
         ("device_pipeline", str, "Copy, compute and update at once: on, off, or auto: on a GPU."),

@@ -61,6 +61,7 @@ def report_text(recipe: Recipe, settings: Settings, budget: Budget) -> str:
 
 _ACTIVATIONS = {
     "keep": "activations are kept for the backward pass",
+    "attention": "what attention gave is kept for the backward pass, the rest computed again",
     "recompute": "activations are computed again in the backward pass",
 }
 
