@@ -132,6 +132,7 @@ def _show_sums(groups: Mapping[str, Sums]) -> None:
             print(f"| {name} | {count:,} |")
     total = groups["all"]
     print(f"\n{total.states:,} distinct states, {len(total.violations)} violations", end="")
+    print(f"; {total.processes_killed:,} recoveries of a process killed alone", end="")
     print(f", {total.seconds / 60:.0f} minutes")
     for violation in total.violations:
         print(violation)

@@ -78,6 +78,7 @@ class Sums:
     operations: int = 0
     states: int = 0
     recoveries_crashed: int = 0
+    processes_killed: int = 0
     seconds: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
     indexes: Counter[str] = field(default_factory=Counter)
@@ -89,6 +90,7 @@ class Sums:
         self.operations += result["operations"]
         self.states += result["states"] + result["recovery_states"]
         self.recoveries_crashed += result["recoveries_crashed"]
+        self.processes_killed += result["processes_killed"]
         self.seconds += result["seconds"]
         self.faults.update(result["faults"])
         self.indexes.update(result["indexes"])

@@ -33,13 +33,14 @@ class Counts:
     """What was explored. `states` are distinct pairs of disk and index; all were opened.
 
     `faults` and `indexes` count them by what the disk and the index had suffered; states of crashed
-    recoveries are among them.
+    recoveries are among them, also those that follow on a process killed alone.
     """
 
     operations: int = 0
     images: int = 0
     states: int = 0
     recoveries_crashed: int = 0
+    processes_killed: int = 0
     recovery_states: int = 0
     further_commits: int = 0
     faults: Counter[str] = field(default_factory=Counter)
@@ -50,8 +51,9 @@ class Counts:
         return (
             f"{self.operations} operations, {self.images} images, {self.states} distinct states "
             f"opened and checked, {self.further_commits} of them committed to again; "
-            f"{self.recoveries_crashed} recoveries crashed in {self.recovery_states} further "
-            f"distinct states; {len(self.violations)} violations"
+            f"{self.recoveries_crashed} recoveries crashed ({self.processes_killed} of them of a "
+            f"process killed alone) in {self.recovery_states} further distinct states; "
+            f"{len(self.violations)} violations"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -62,6 +64,7 @@ class Counts:
             "states": self.states,
             "further_commits": self.further_commits,
             "recoveries_crashed": self.recoveries_crashed,
+            "processes_killed": self.processes_killed,
             "recovery_states": self.recovery_states,
             "faults": dict(sorted(self.faults.items())),
             "indexes": dict(sorted(self.indexes.items())),

@@ -209,7 +209,7 @@ class _Exploration:
         )
         past = Past(operations=files.operations[:point], entries=state.live_entries())
         image = state.image(state.everything())
-        self.counts.faults["process killed, then power lost"] += 1
+        self.counts.processes_killed += 1
         self._crash_recovery(image, where, state=state.copy(), past=past)
 
     def _states_at(
