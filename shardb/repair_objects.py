@@ -178,8 +178,8 @@ class _Giving:
     def _keep_everything(self) -> None:
         """Giving up all there is would help nobody: a copy may turn up."""
         why = "no commit of the store is whole; with --from OTHER its objects can be restored"
-        for path in sorted(set(self.paths.values())):
-            self.plan.leave(path, f"steps {listed(c.step for c in self.live)} need it, and {why}")
+        for digest, path in sorted(self.paths.items(), key=lambda item: item[1]):
+            self.plan.leave(path, f"{_whose(self.tables, digest)} cannot be read, and {why}")
 
     def _give_up_snapshot(self, name: str, commit: Commit) -> None:
         lost = f"step {commit.step} under the name {name}: {self._lost_shards(commit)}"
@@ -275,4 +275,7 @@ def _whose(tables: DictTables, digest: str) -> str:
                 found.setdefault(name, []).append(commit.step)
     if not found:
         return "what others are a difference to"
-    return "; ".join(f"{name} of step {listed(steps)}" for name, steps in found.items())
+    return "; ".join(
+        f"{name} of step{'s' if len(steps) > 1 else ''} {listed(steps)}"
+        for name, steps in found.items()
+    )

@@ -7,13 +7,14 @@ empty where history exists, and no committed step is passed over without a word.
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import shardb
 from shardb import Commit, Store
 from shardb.branching import policy_of
-from shardb.errors import ConflictError, NotFoundError
+from shardb.errors import ConflictError, NotFoundError, ObjectCorruptError, ObjectMissingError
 from shardb.filesystem import RealFileSystem
 from shardb.layout import check_name
 from shardb.refs import STEP_PATTERN
@@ -30,6 +31,7 @@ from trainer.run_shards import StoredRun, read_stored_run
 from trainer.step_log import last_logged_step, log_folder
 
 FORMAT_FILE = "FORMAT"
+META = "meta/"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +94,7 @@ def _with_active(store: Store, path: Path, found: Found, base: Commit, given: Gi
         with open_active(active_path, base.step) as active:
             if relation_of(active, store, branch) is not Relation.AHEAD:
                 continue
+            _check_meta(active, active.branches()[branch])
             newest = read_stored_run(active, branch)
         assert newest is not None, "a store that is ahead has a head"
         if found.ahead is not None and found.newest != newest:
@@ -119,11 +122,31 @@ def _in_durable(store: Store, branch: str, from_ref: str | None) -> Found:
 
 def _at(store: Store, branch: str, commit: Commit, *, begins_branch: bool) -> Found:
     """Read what a commit holds: a run, or a model that was imported and never trained."""
+    _check_meta(store, commit)
     imported = read_imported(store, commit)
     if imported is not None:
         return Found(branch=branch, imported=imported, begins_branch=begins_branch)
     stored = read_stored_run(store, commit=commit)
     return Found(branch=branch, durable=stored, newest=stored, begins_branch=begins_branch)
+
+
+def _check_meta(store: Store, commit: Commit) -> None:
+    """Refuse damage that steps do not meet: who exports weeks later could not use what was trained.
+
+    Reading a shard checks its digest; these are small.
+    """
+    with store.at(commit=commit.id) as view:
+        for name in (name for name in view.names() if name.startswith(META)):
+            try:
+                view.read(name)
+            except (ObjectCorruptError, ObjectMissingError) as error:
+                raise type(error)(
+                    f"{error.path}: this object, the shard {name} of step {commit.step}, is damaged"
+                    f" or missing. `shardb repair {shlex.quote(store.root)} --from COPY` puts it"
+                    f" back; a run begun anew with the same flags has the same {META} shards, and"
+                    " so has the same import",
+                    path=error.path,
+                ) from error
 
 
 def _resolve_start(store: Store, branch: str, head: Commit | None, from_ref: str) -> Commit:

@@ -139,6 +139,15 @@ def _print_plan(plan: Plan, title: str) -> None:
         print(f"    {item.path}")
 
 
+def _print_sources(plan: Plan, *, has_copy: bool) -> None:
+    """While nothing was changed: who may have what is lost here."""
+    other = "another copy" if has_copy else "a copy"
+    print(f"nothing was changed. With {other} of the store, --from COPY may lose less")
+    lost = [*(action.loses or "" for action in plan.actions), *(item.why for item in plan.unmended)]
+    if any("meta/" in text for text in lost):
+        print("a run begun anew with the same flags has the same meta/ shards: --from RUN")
+
+
 def _print_text(outcome: Outcome, again: str, *, has_copy: bool) -> None:
     plan = outcome.plan
     if plan.is_empty:
@@ -147,15 +156,13 @@ def _print_text(outcome: Outcome, again: str, *, has_copy: bool) -> None:
     if not outcome.done:
         _print_plan(plan, "would be done")
         if plan.loses or plan.unmended:
-            other = "another copy" if has_copy else "a copy"
-            print(f"nothing was changed. With {other} of the store, --from COPY may lose less")
-            if any("meta/" in (action.loses or "") for action in plan.actions):
-                print("a run begun anew with the same flags has the same meta/ shards: --from RUN")
+            _print_sources(plan, has_copy=has_copy)
         if plan.actions:
             print(f"to do it: {again}")
         return
     if not plan.actions:
         _print_plan(plan, "done")
+        _print_sources(plan, has_copy=has_copy)
         return
     for finding in outcome.remaining:
         print(f"still damaged: {finding.kind}: {finding.path}")
