@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from trainer.device import Device
 from trainer.model.layers import split_heads
 
 SHAPES = "4:2048,1:8192,4:512"
@@ -155,7 +156,8 @@ class Bench:
     def __init__(
         self, device: str, rows: int, positions: int, heads: tuple[int, int, int], times: int
     ) -> None:
-        self._device = torch.device(device)
+        self._place = Device.from_name(device)
+        self._device = self._place.torch_device
         self._rows, self._positions, self._heads, self._times = rows, positions, heads, times
         generator = torch.Generator(self._device).manual_seed(0)
         query, key, width = heads
@@ -234,25 +236,25 @@ class Bench:
         return statistics.median(forward), statistics.median(backward)
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
+        self._place.wait()
         return time.perf_counter()
 
     def _extra(self, attend: Attention) -> tuple[int, int]:
         """Give the bytes beside inputs and results, forward and back."""
-        if self._device.type != "cuda":
-            return 0, 0
         q, k, v, wanted = self._given
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+        self._place.wait()
+        before = self._held()
         out, back = attend(q, k, v)
-        forward = torch.cuda.max_memory_allocated() - before - out.nbytes
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+        forward = self._place.peak_bytes() - before - out.nbytes
+        before = self._held()
         found = back(wanted)
-        peak = torch.cuda.max_memory_allocated() - before
-        return forward, peak - sum(each.nbytes for each in found)
+        beside = self._place.peak_bytes() - before - sum(each.nbytes for each in found)
+        return (0, 0) if self._place.is_host else (forward, beside)
+
+    def _held(self) -> int:
+        """Give what tensors hold now, and begin to look for the most again."""
+        self._place.forget_peak()
+        return self._place.peak_bytes()
 
 
 def line_of(row: Row) -> str:
