@@ -56,6 +56,7 @@ ROWS_MAX = 1536
 BLOCKS_MAX = 32
 OPTIONS = EngineOptions(dtype="bf16", lm_head_chunk_tokens=2048, compile_blocks=True)
 RESIDENT = {"checkpointed": Checkpointed, "whole": Whole}
+WAYS = ("streamed", *RESIDENT)
 Attempt = Callable[[Device, int], None]
 # A device where sizes are measured first, and how many rows.
 ROOMY_GIB = 64
@@ -298,7 +299,11 @@ def found_sizes(given: argparse.Namespace, limits: Limits) -> Iterator[Callable[
     if not given.rows_alone:
         yield from (partial(blocks_found, cap, limits) for cap in caps)
     search = RowSearch(limits)
-    yield from (partial(search.found, cap, way) for cap in caps for way in ("streamed", *RESIDENT))
+    ways = given.ways.split(",")
+    if given.rows_alone:
+        yield from (partial(search.found, cap, way) for way in ways for cap in caps)
+        return
+    yield from (partial(search.found, cap, way) for cap in caps for way in ways)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -309,7 +314,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--caps", default="4,24,8,12")
     parser.add_argument("--deep", action="store_true", help="train a deep streamed model alone")
-    parser.add_argument("--rows-alone", action="store_true", help="search no models")
+    parser.add_argument("--rows-alone", action="store_true", help="search no models; way by way")
+    parser.add_argument("--ways", default=",".join(WAYS), help="of training, in this order")
     parser.add_argument("--room-gib", type=int, help="host memory that a streamed model may take")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="try the search, on tiny models")

@@ -10,7 +10,6 @@ import json
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -30,6 +29,7 @@ from tools.evidence_recipes import (
 from tools.evidence_runs import (
     Place,
     again_of,
+    arms_at_once,
     command_of,
     output_of,
     record_commits,
@@ -40,6 +40,7 @@ from tools.evidence_runs import (
     step_lines,
     train,
 )
+from tools.evidence_search import search
 
 KILLS = 3
 CONTROL_STEPS = 40
@@ -177,6 +178,13 @@ def memory(place: Place, scale: Scale, limit: float) -> None:
     _sizes("memory", place, scale, limit, "--caps", "0" if scale.is_tiny else "4,24,8,12")
 
 
+def rows(place: Place, scale: Scale, limit: float) -> None:
+    """Search the most rows in each way alone, what keeps everything first."""
+    caps = "0" if scale.is_tiny else "8,12,24"
+    ways = "whole,checkpointed,streamed"
+    _sizes("rows", place, scale, limit, "--rows-alone", "--caps", caps, "--ways", ways)
+
+
 def deep(place: Place, scale: Scale, limit: float) -> None:
     """Train a streamed model as large as the host has room for, on the smallest device."""
     caps = "0" if scale.is_tiny else "4"
@@ -194,19 +202,7 @@ def _sizes(name: str, place: Place, scale: Scale, limit: float, *more: str) -> N
 
 
 def _arms_at_once(arms: Sequence[Arm], place: Place, limit: float, count: int) -> None:
-    ends_at = time.monotonic() + limit
-
-    def made(arm: Arm) -> None:
-        left = min(ends_at - time.monotonic(), place.seconds_left())
-        if left < 5:
-            place.record.write("skipped", run=arm.name, why="no time was left")
-            return
-        train(arm, place, limit_seconds=left)
-        place.remove(arm.name)
-
-    with ThreadPoolExecutor(count) as pool:
-        for done in [pool.submit(made, arm) for arm in arms]:
-            done.result()
+    arms_at_once([(arm, place) for arm in arms], limit, count)
 
 
 def _without_settings(given: Mapping[str, object]) -> dict[str, object]:
@@ -236,10 +232,12 @@ PARTS: Mapping[str, Part] = MappingProxyType(
             Part(name="ablations", shows="clipping, guard, fp16", seconds=260, make=ablations),
             Part(name="hot", shows="the guard at a rate too high", seconds=80, make=hot),
             Part(name="brisk", shows="the guard at a rate less high", seconds=80, make=brisk),
-            Part(name="v25", shows="the source's 291 M recipe", seconds=200, make=v25),
+            Part(name="v25", shows="the source's 291 M recipe", seconds=420, make=v25),
             Part(name="memory", shows="sizes at 4 to 24 GiB", seconds=230, make=memory),
+            Part(name="rows", shows="rows at 8 to 24 GiB alone", seconds=420, make=rows),
             Part(name="deep", shows="a deep model at 4 GiB", seconds=170, make=deep),
             Part(name="rates", shows="the search of the peak rate", seconds=100, make=rates),
+            Part(name="search", shows="the search at small scale", seconds=480, make=search),
             Part(name="probe", shows="how long slow steps take", seconds=60, make=probe),
         )
     }

@@ -50,6 +50,9 @@ KEPT_KINDS = (
     "failed",
     "skipped",
     "commits",
+    "set",
+    "tried",
+    "chosen",
 )
 
 
@@ -172,6 +175,8 @@ def summaries(records: Records, part: str) -> Iterator[dict[str, Any]]:
             "steps": steps[-1]["step"],
             "held_out": held[-1]["validation_loss"] if held else None,
             "held_at": held[-1]["step"] if held else None,
+            "lowest": min((line["validation_loss"] for line in held), default=None),
+            "lowest_at": _lowest_at(held),
             "training_loss": statistics.mean(line["loss"] for line in steps[-LAST_STEPS:]),
             "clipped": sum(line["clip_scale"] < 1 for line in steps) / len(steps),
             "tokens_per_second": statistics.median(
@@ -181,6 +186,32 @@ def summaries(records: Records, part: str) -> Iterator[dict[str, Any]]:
             "dropped": sum(guard["attempts"] - 1 for guard in guards) if guards else None,
             "skipped": max(steps[-1].get("skipped_steps", 0), *given_up, 0),
         }
+
+
+def _lowest_at(held: Sequence[Record]) -> int | None:
+    best = min(held, key=lambda line: line["validation_loss"], default=None)
+    return None if best is None else best["step"]
+
+
+def searched(records: Records) -> Iterator[str]:
+    """Tell the recipes of the search: the lowest and the last held-out loss of each."""
+    tried = {line["run"]: line for line in records.of("search", "tried")}
+    if not tried:
+        yield "search: not measured"
+        return
+    settings = list(next(iter(tried.values()))["recipe"])
+    yield "| " + " | ".join(settings) + " | lowest held-out | at | last | training loss | made |"
+    yield "|" + "---:|" * (len(settings) + 5)
+    for arm in summaries(records, "search"):
+        line = tried[arm["run"]]
+        held = "none | – | none"
+        if arm["lowest"] is not None:
+            held = f"{arm['lowest']:.4f} | {arm['lowest_at']:,} | {arm['held_out']:.4f}"
+        told = " | ".join(str(value) for value in line["recipe"].values())
+        made = f"{arm['steps']:,} of {line['steps']:,}"
+        yield f"| {told} | {held} | {arm['training_loss']:.4f} | {made} |"
+    for line in records.of("search", "chosen"):
+        yield f"after round {line['round']}, {line['seconds']} s: {line['recipe']}"
 
 
 def _or_dash(count: int | None) -> str:
@@ -215,7 +246,7 @@ def sizes(records: Records) -> Iterator[str]:
         )
     yield "\n| device, GiB | way | rows | tokens | too many rows | peak, GiB |"
     yield "|---:|---|---:|---:|---:|---:|"
-    for line in records.of("memory", "rows"):
+    for line in [*records.of("memory", "rows"), *records.of("rows", "rows")]:
         yield (
             f"| {line['cap_gib']} | {line['way']} | {line['fits']} | {512 * line['fits']:,} |"
             f" {line['too_many']} | {_gib(line.get('peak_bytes'))} |"
@@ -251,8 +282,8 @@ def thinned(records: Records) -> Iterator[Record]:
 
     What is told of all steps of a run is told before they are thinned.
     """
-    for part in ("main", "rates", "ablations", "hot", "brisk", "v25"):
-        fields = DRAWN if part in ("ablations", "hot", "brisk") else TOLD
+    for part in ("main", "long", "rates", "search", "ablations", "hot", "brisk", "v25"):
+        fields = DRAWN if part in ("search", "ablations", "hot", "brisk") else TOLD
         for run, steps in records.runs(part).items():
             every = max(1, len(steps) // THINNED_TO)
             for index, line in enumerate(steps):
@@ -312,6 +343,7 @@ def main(words: Sequence[str] | None = None) -> int:
         ("resident", coincidence(records)),
         ("killed", persistence(records)),
         *((part, arms(records, part)) for part in ("rates", "ablations", "hot", "brisk", "probe")),
+        ("the search at small scale", searched(records)),
         ("the source's 291 M run", source_table(records)),
         ("sizes", sizes(records)),
         ("texts", texts(records)),

@@ -140,7 +140,7 @@ def unpack(parcel: Path, out: Path) -> dict[str, Any]:
         ]
     )
     for split, each in {**rows, "train": mixed}.items():
-        _write(out / split, each)
+        write_rows(out / split, each)
     tokens = {n: (last - first) * facts["seq_len"] for n, (first, last) in facts["train"].items()}
     return {
         "tokens": tokens,
@@ -200,7 +200,8 @@ def _hashes(stream: Rows) -> NDArray[np.uint64]:
     return found
 
 
-def _write(folder: Path, rows: Rows) -> None:
+def write_rows(folder: Path, rows: Rows) -> None:
+    """Write rows as files that `train` reads, in place of what the folder held."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     for number, first in enumerate(range(0, len(rows), ROWS_PER_FILE)):

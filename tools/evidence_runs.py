@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ from tools.exactness_trace import digests_of
 POLL_SECONDS = 0.05
 # What a process gets to commit its step and end by itself.
 GRACE_SECONDS = 10.0
+# A run is not begun with less.
+LEAST_SECONDS = 5.0
 # What `train` says of a batch whose attempts were all refused.
 GIVEN_UP = "passed the guard"
 KEPT = (
@@ -106,6 +109,27 @@ def train(arm: Arm, place: Place, *, limit_seconds: float, records: bool = True)
     if records:
         record_run(arm, place, code, time.monotonic() - began)
     return code
+
+
+def arms_at_once(
+    pairs: Sequence[tuple[Arm, Place]], limit: float, count: int
+) -> dict[str, list[dict[str, Any]]]:
+    """Make runs, some at a time, and remove their stores; give the steps of each by its name."""
+    ends_at = time.monotonic() + limit
+
+    def made(arm: Arm, place: Place) -> list[dict[str, Any]]:
+        left = min(ends_at - time.monotonic(), place.seconds_left())
+        if left < LEAST_SECONDS:
+            place.record.write("skipped", run=arm.name, why="no time was left")
+            return []
+        train(arm, place, limit_seconds=left)
+        lines = step_lines(place.store(arm.name))
+        place.remove(arm.name)
+        return lines
+
+    with ThreadPoolExecutor(count) as pool:
+        begun = {arm.name: pool.submit(made, arm, place) for arm, place in pairs}
+        return {name: done.result() for name, done in begun.items()}
 
 
 def record_run(arm: Arm, place: Place, code: int, seconds: float) -> None:
