@@ -138,7 +138,8 @@ class AdapterEngine(Engine):
         self, reader: ShardReader, micro_batches: Sequence[Rows]
     ) -> NonFiniteError | None:
         """Take the gradients in fp32, without a loss scale; give the error that names a bad one."""
-        fp32 = replace(self._model, options=replace(self.options, dtype="fp32"))
+        plain = replace(self.options, dtype="fp32", activations="recompute")
+        fp32 = replace(self._model, options=plain)
         model = AdaptedModel.of(fp32, self.lora, poison=self._poison)
         clock = StepClock()
         try:
@@ -172,8 +173,8 @@ def check_options(options: EngineOptions, lora: LoraSettings) -> None:
         raise InputError("--master-weight-dtype: adapters are kept in fp32: leave it out")
     if options.global_optimizer_every:
         raise InputError("--global-optimizer-every is not for adapters: leave it out")
-    if options.activations == "keep":
+    if options.activations == "keep" and options.compile_blocks:
         raise InputError(
-            "--activations keep: beside a streamed base activations are computed again: leave it"
-            " out"
+            "--activations keep: beside a frozen base compiled blocks keep what attention gave, or"
+            " nothing: give --activations attention, or leave --compile-blocks out"
         )

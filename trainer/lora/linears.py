@@ -1,13 +1,15 @@
 """Products with a frozen weight, and what an adapter adds to them.
 
-Owns where a product is replaced; the arithmetic is that of `trainer.model.adapters`. Knows nothing
-of stages. Any code that calls `F.linear`
-with a weight that is known here gets the sum, so that a model's own layers run as they are.
+Owns where a product is replaced; the arithmetic is that of `trainer.model.adapters`, and whether it
+is made or taken belongs to `trainer.lora.ledger`. Knows nothing of stages. Any code that calls
+`F.linear` with a weight that is known here gets the sum, so that a model's own layers run as they
+are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,36 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from trainer.lora.ledger import Calls, Computing, Product, matrix_back
 from trainer.model.adapters import Adapter
-
-# Gives x W^T + b for a weight in another form than a matrix.
-Product = Callable[[Tensor, Tensor | None], Tensor]
-
-
-class _BackAlone(torch.autograd.Function):
-    """A product whose value nobody asks for: it goes back as `F.linear` does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
-        return x.new_zeros(()).expand(*x.shape[:-1], weight.shape[0])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        [weight] = ctx.saved_tensors
-        [gradient] = gradients
-        return (gradient.flatten(0, -2) @ weight).view(*gradient.shape[:-1], -1), None
-
-
-def back_alone(weight: Tensor) -> Product:
-    """Give the product with a frozen weight for a replay that has no use for its value."""
-
-    def multiply(x: Tensor, bias: Tensor | None) -> Tensor:
-        assert bias is None
-        output: Tensor = _BackAlone.apply(x, weight)  # type: ignore[no-untyped-call]
-        return output
-
-    return multiply
 
 
 def rms_norm(
@@ -60,21 +34,41 @@ def rms_norm(
     return normed if weight is None else normed * weight
 
 
+def matrix_product(weight: Tensor) -> Product:
+    """Give the product with a matrix."""
+    return Product(
+        multiply=partial(_multiplied, weight),
+        back=matrix_back,
+        saved=weight,
+        width=weight.shape[0],
+    )
+
+
+def _multiplied(weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
 class AdaptedLinears(TorchFunctionMode):
     """While it is active, `F.linear` with a weight of `adapters` or `products` is replaced.
 
-    Weights are told by identity. `F.rms_norm` is replaced by its formula.
+    Weights are told by identity. `F.rms_norm` is replaced by its formula. calls: who computes
+    products with frozen weights and attention. passed_by: of these weights the product is always
+    computed.
     """
 
     def __init__(
         self,
         adapters: Sequence[tuple[Tensor, Adapter]],
         products: Sequence[tuple[Tensor, Product]] = (),
+        calls: Calls | None = None,
+        passed_by: Sequence[Tensor] = (),
     ) -> None:
         super().__init__()
         self._adapters = {id(weight): adapter for weight, adapter in adapters}
         self._products = {id(weight): product for weight, product in products}
-        self._held = [weight for weight, _ in (*adapters, *products)]
+        self._passed_by = {id(weight) for weight in passed_by}
+        self._calls = calls or Computing()
+        self._held = [*(weight for weight, _ in (*adapters, *products)), *passed_by]
         self.used: set[int] = set()
 
     def __torch_function__(
@@ -88,12 +82,17 @@ class AdaptedLinears(TorchFunctionMode):
             return self._linear(*args, **(kwargs or {}))
         if func is F.rms_norm:
             return rms_norm(*args, **(kwargs or {}))
+        if func is F.scaled_dot_product_attention:
+            return self._calls.attention(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
-        product = self._products.get(id(weight))
-        # The mode is off in here: this is the plain product.
-        output = F.linear(input, weight, bias) if product is None else product(input, bias)
+        # The mode is off in here: these are the plain products.
+        product = self._products.get(id(weight)) or matrix_product(weight)
+        if id(weight) in self._passed_by:
+            output = product.multiply(input, bias)
+        else:
+            output = self._calls.product(product, input, bias)
         adapter = self._adapters.get(id(weight))
         if adapter is None:
             return output

@@ -25,7 +25,7 @@ from torch import Tensor
 from shardb import Transaction, torch_adaptor
 from shardb.views import ShardView, TensorImage
 from trainer.errors import InputError
-from trainer.lora.linears import Product
+from trainer.lora.ledger import Product
 from trainer.lora.targets import linear_modules
 from trainer.model.packed import (
     ABSMAX,
@@ -172,7 +172,11 @@ def _product(
         output: Tensor = library_package.matmul_4bit(x, weights[key], quant_state=state, bias=bias)
         return output
 
-    return multiply
+    def back(gradient: Tensor, packed: Tensor) -> Tensor:
+        matrix = library().dequantize_4bit(packed, state)
+        return torch.matmul(gradient, matrix.to(gradient.dtype))
+
+    return Product(multiply=multiply, back=back, saved=weights[key], width=shape[0])
 
 
 def stage_quantised(

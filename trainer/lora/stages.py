@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from trainer.lora import nf4
-from trainer.lora.linears import AdaptedLinears, Product, back_alone
+from trainer.lora.ledger import Calls, Product, valueless
+from trainer.lora.linears import AdaptedLinears, matrix_product
 from trainer.lora.slots import Lease, LookUp, StaleSlotError
 from trainer.lora.targets import adapter_parameters, linear_modules
 from trainer.model.adapter_settings import LoraSettings
@@ -28,11 +29,23 @@ class Binding:
     """The weights of the visit that is going on.
 
     is_replay: stages are computed again for their gradients, and nobody looks at their outputs.
+    calls: who computes products and attention, where it is not the stage itself.
     """
 
     def __init__(self) -> None:
         self._lease: Lease | None = None
         self.is_replay = False
+        self.calls: Calls | None = None
+
+    @contextmanager
+    def calling(self, calls: Calls) -> Iterator[None]:
+        """Let products and attention of a block be computed, or taken, by `calls`."""
+        assert self.calls is None
+        self.calls = calls
+        try:
+            yield
+        finally:
+            self.calls = None
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
@@ -103,11 +116,16 @@ class AdaptedStage(Stage):
         weights = self.binding.weights()
         if self.is_table:
             return self._looked_up(weights, x)
+        products: dict[str, Product] = {}
         if nf4.holds(weights):
             weights, products = self._unpacking(weights, x)
-        else:
-            products = self._unasked(weights)
-        linears = AdaptedLinears(self._adapters(batch, weights, params), products)
+        last = self._unasked(weights, products)
+        linears = AdaptedLinears(
+            self._adapters(batch, weights, params),
+            [(weights[name], product) for name, product in (products | last).items()],
+            self.binding.calls,
+            [weights[name] for name in last],
+        )
         # A resident model multiplies [B, T, D]; for [N, D] a device may choose other kernels.
         rows = x[None] if x.dim() == 2 and x.is_floating_point() else x
         with linears:
@@ -137,23 +155,26 @@ class AdaptedStage(Stage):
         """Give the name of the frozen shard that is bound."""
         return (PREFIX if self.is_packed else "params/") + self.name
 
-    def _unasked(self, weights: Mapping[str, Tensor]) -> list[tuple[Tensor, Product]]:
-        """Give the product that a replay has no use for, which is a quarter of a block's."""
+    def _unasked(
+        self, weights: Mapping[str, Tensor], products: Mapping[str, Product]
+    ) -> dict[str, Product]:
+        """Give the product that a replay has no use for, a quarter of a block's, by its weight."""
         name = self.inner.added_last
-        if name is None or not self.binding.is_replay:
-            return []
-        return [(weights[name], back_alone(weights[name]))]
+        if name is None:
+            return {}
+        product = products.get(name) or matrix_product(weights[name])
+        return {name: valueless(product) if self.binding.is_replay else product}
 
     def _unpacking(
         self, packed: Mapping[str, Tensor], x: Tensor
-    ) -> tuple[Mapping[str, Tensor], list[tuple[Tensor, Product]]]:
+    ) -> tuple[Mapping[str, Tensor], dict[str, Product]]:
         """Give weights without content in the place of packed ones, and what multiplies by each."""
         multiplied = nf4.products(self.inner, packed, nf4.code_tables(x.device))
         weights = {
             name: x.new_empty(()).expand(parameter.shape) if name in multiplied else packed[name]
             for name, parameter in self.inner.parameters.items()
         }
-        return weights, [(weights[name], product) for name, product in multiplied.items()]
+        return weights, multiplied
 
     def _adapters(
         self, batch: MicroBatch, weights: Mapping[str, Tensor], params: Mapping[str, Tensor]

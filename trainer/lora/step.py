@@ -26,13 +26,14 @@ from trainer.errors import NonFiniteError
 from trainer.gradient_pass import GradientPass
 from trainer.gradients import GradientSum, taken
 from trainer.lora.away import AwayTape
+from trainer.lora.ledger_tape import tape_of
 from trainer.lora.model import AdaptedModel
 from trainer.lora.updating import updates_of
 from trainer.lora.visits import Adapters, Visits, brought, open_visits, read_adapters
 from trainer.model.micro_batch import drop_keys
 from trainer.pipeline.boundaries import Boundaries
 from trainer.step import ShardTransaction, StepOrder, StepResult
-from trainer.tape import Compute, ReplayTape, Tape
+from trainer.tape import Compute, Tape
 from trainer.timing import StepClock
 from trainer.tokens import Tokens
 
@@ -109,11 +110,13 @@ class AdapterPass(GradientPass):
         if self._away is not None:
             return self._forward_away(ids, self._away)
         tapes: list[Tape] = []
+        keeps = self._adapted.step.options.activations == "keep"
+        gone_back = {stage.name for stage in self._adapted.backward} if keeps else set()
         for stage in self._adapted.trunk:
+            given = (stage, self._compute, self._adapters.get(stage.name, {}))
             inputs = tapes[-1].outputs if tapes else ids
             with self._visits.visit(stage), self._measured_forward():
-                params = self._adapters.get(stage.name, {})
-                tapes.append(ReplayTape(stage, self._compute, params, inputs))
+                tapes.append(tape_of(*given, inputs, keeps=stage.name in gone_back))
         return tapes
 
     def _forward_away(self, ids: Sequence[Tensor], away: Boundaries) -> list[Tape]:

@@ -28,6 +28,7 @@ from trainer.lora.away import AHEAD, AwayTape
 from trainer.lora.compiled_walk import WalkedBlocks
 from trainer.lora.feeding import SLOTS
 from trainer.lora.forms import whole
+from trainer.lora.ledger_tape import tape_of
 from trainer.lora.model import backward_order, brought_bytes, slot_bytes
 from trainer.lora.slots import Lease
 from trainer.lora.stages import AdaptedStage, adapted, leased
@@ -39,7 +40,7 @@ from trainer.model.stages import build_head, build_trunk
 from trainer.pipeline.boundaries import Boundaries
 from trainer.placement import Boundary
 from trainer.step_walk import away_boundary, kind_of
-from trainer.tape import Compute, ReplayTape, Tape
+from trainer.tape import Compute, Tape
 from trainer.timing import StepClock
 from trainer.vram import (
     LEFT_OUT_BYTES,
@@ -115,6 +116,7 @@ class _AdapterWalk(ABC):
         self._backward = backward_order(trunk)
         self._head = head
         self._dtype = shape.options.torch_dtype
+        self._keeps = shape.options.activations == "keep"
         keys = drop_keys(trunk[0].lora.dropout, seed=0, step=1, count=shape.accumulation)
         placement = shape.options.activation_placement
         self._spills = placement == "spill" and not self.is_host
@@ -145,7 +147,8 @@ class _AdapterWalk(ABC):
                 params = adapters[stage.name]
                 if self._away is None:
                     inputs = tapes[-1].outputs if tapes else ids
-                    tapes.append(ReplayTape(stage, self._compute, params, inputs))
+                    given = (stage, self._compute, params, inputs)
+                    tapes.append(tape_of(*given, keeps=self._keeps and place >= first))
                 else:
                     kept = place if place >= first else None
                     away = AwayTape(stage, self._compute, params, hidden, self._away, kept)

@@ -21,6 +21,7 @@ from trainer.vram import StepShape
 
 # The walk is of tensors alone: what the step of a tiny model leaves beside them is small.
 OVER_MAX = 1.01
+KEEPING = {"options": EngineOptions(lm_head_chunk_tokens=64, activations="keep")}
 
 
 def shape_of(store: Path, **changes: Any) -> StepShape:
@@ -38,7 +39,10 @@ def shape_of(store: Path, **changes: Any) -> StepShape:
 
 def measured(store: Path, shape: StepShape, lora: LoraSettings) -> int:
     """Give the most bytes that tensors of a whole first step of an engine take."""
-    options = {"lm_head_chunk_tokens": shape.options.lm_head_chunk_tokens}
+    options: dict[str, Any] = {
+        "lm_head_chunk_tokens": shape.options.lm_head_chunk_tokens,
+        "activations": shape.options.activations,
+    }
     rows = np.random.default_rng(1).integers(3, 64, (shape.micro_batch_size, shape.seq_len + 1))
     batches = [rows] * shape.accumulation
 
@@ -60,6 +64,8 @@ def measured(store: Path, shape: StepShape, lora: LoraSettings) -> int:
         ("llama", {}, 0.1),
         ("qwen3", {}, 0.0),
         ("qwen3", {"accumulation": 1, "micro_batch_size": 4}, 0.1),
+        ("llama", KEEPING, 0.0),
+        ("qwen3", KEEPING, 0.1),
     ],
 )
 def test_the_prediction_is_the_allocators_peak(
@@ -74,15 +80,16 @@ def test_the_prediction_is_the_allocators_peak(
     assert peak <= predicted <= OVER_MAX * peak, (peak, predicted)
 
 
+@pytest.mark.parametrize("changes", [{}, KEEPING], ids=["again", "keeping"])
 @pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text", "phi", "phi3"])
 def test_what_layers_of_transformers_are_handed_is_foretold(
-    model_type: str, tmp_path: Path
+    model_type: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     _, store = imported_store(tmp_path, model_type)
     lora = settings_of(model_type)
     plant_adapters(store, adapter_engine(store, lora))
     # Large enough that what a tiny model has beside its tensors counts little.
-    shape = shape_of(store, micro_batch_size=32)
+    shape = shape_of(store, micro_batch_size=32, **changes)
     peak = measured(store, shape, lora)
     predicted = predicted_adapter_bytes(shape, lora, is_host=True)
     assert peak <= predicted <= OVER_MAX * peak, (peak, predicted)
