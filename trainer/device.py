@@ -16,6 +16,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from trainer.errors import InputError
 from trainer.page_locks import PageLocks
 
 ALIGNMENT_BYTES = 64
+EVENTS_MAX = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,6 +206,29 @@ class Device:
     def keep_peak(self) -> None:
         """Remember the peak so far, because what counts it is about to begin anew."""
         self._peak_before = self.peak_bytes()
+
+    def take_peak(self) -> tuple[int, int]:
+        """Give the most that tensors took since this was last asked, and what they asked for.
+
+        The allocator gives a tensor more than it asks for. `peak_bytes` is not disturbed.
+        """
+        stats = torch.cuda.memory_stats(self.torch_device)
+        self.keep_peak()
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        return stats["allocated_bytes.all.peak"], stats["requested_bytes.all.peak"]
+
+    def record_allocations(self) -> Callable[[], list[dict[str, Any]]]:
+        """Note every allocation from here on; what is given ends that, and gives its events."""
+        memory = torch.cuda.memory
+        memory._record_memory_history("all", "alloc", "all", EVENTS_MAX)
+
+        def taken() -> list[dict[str, Any]]:
+            traces = memory._snapshot()["device_traces"]
+            memory._record_memory_history(None)
+            found: list[dict[str, Any]] = traces[self.torch_device.index or 0]
+            return found
+
+        return taken
 
     def forget_peak(self) -> None:
         """Begin to measure `peak_bytes` anew, from what tensors hold now."""

@@ -1,45 +1,38 @@
 """Compare the predicted memory of a step with adapters with what steps take on a CUDA device.
 
 Owns the grid and the table: rows of 128 to 8,192 tokens, 1 to 16 of them, three vocabularies, both
-forms of the base, and a few changes beside. Every case trains in a store in host memory, its last
-step is measured, and all of it is given up before the next case.
+forms of the base, inputs of stages on the host, blocks that stay on the device, compiled blocks,
+layers of real width. Every case trains in a store in host memory; its second step is measured.
+Rows are written as they come, with the peak of each phase of a step beside the predicted one.
 
     python -m tools.bench.lora_grid --json rows.json
+    python -m tools.bench.lora_grid --only compiled --limit-seconds 120 --json compiled.json
     python -m tools.bench.lora_grid --device cpu --model tiny --limit-seconds 20
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-import torch
-
-from shardb import ShardView, torch_adaptor
-from tests.support.memory_transaction import MemoryStore, MemoryTransaction
-from tools.bench.vram_grid import Measured
+from tools.bench.lora_grid_steps import Kind, Peaks, Trained
 from trainer.device import Device
 from trainer.errors import InputError
-from trainer.lora import nf4
-from trainer.lora.adoption import fill_first
-from trainer.lora.engine import AdapterEngine
+from trainer.lora.need import adapter_need
+from trainer.lora.residency import MARGIN_BYTES
 from trainer.lora.walk import predicted_adapter_phases
-from trainer.model import layers
 from trainer.model.adapter_settings import ALL_LINEAR, LoraSettings
 from trainer.model.config import ModelConfig
-from trainer.model.stages import build_stages
 from trainer.options import EngineOptions
 from trainer.sizes import in_bytes
 from trainer.vram import StepShape
 
-STEPS = 3
 ROWS = (1, 4, 16)
 TOKENS = (128, 512, 2048, 8192)
 VOCABULARIES = (8000, 32000, 128256)
@@ -53,6 +46,14 @@ SMALL = ModelConfig(
     intermediate_size=2816,
     max_position_embeddings=8192,
 )
+WIDE = replace(
+    SMALL,
+    vocab_size=VOCABULARIES[-1],
+    hidden_size=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    intermediate_size=14336,
+)
 MODELS = {
     "small": SMALL,
     "tiny": replace(
@@ -60,193 +61,213 @@ MODELS = {
     ),
 }
 QV = LoraSettings(rank=16, alpha=32.0, targets=("q_proj", "v_proj"), base_quant="nf4")
+PLAIN = replace(QV, base_quant="none")
+EVERY = replace(QV, targets=(ALL_LINEAR,))
+# Rows and tokens of the cases beside the grid.
+FEW = ((1, 128), (4, 512), (16, 512), (1, 8192), (16, 8192))
+COMPILED = ((1, 128), (4, 512), (1, 8192), (16, 2048))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One step of one model."""
+    """One step of one model; staying: how many blocks a budget has room for."""
 
     name: str
     shape: StepShape
     lora: LoraSettings
+    staying: float | None = None
+
+    @property
+    def kind(self) -> Kind:
+        """Give what its engine is made of."""
+        return Kind(
+            model=self.shape.model,
+            options=self.shape.options,
+            lora=self.lora,
+            budget_bytes=self.budget_bytes,
+        )
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Give a budget of device memory, by what is predicted."""
+        if self.staying is None:
+            return None
+        need = adapter_need(self.shape, self.lora, 1 << 50)
+        one = (need.most_bytes - need.step_bytes) // need.stages
+        return need.step_bytes + MARGIN_BYTES + int(self.staying * one)
 
 
-def cases(model: ModelConfig) -> Iterator[Case]:
-    """Give the grid, then a base with each of its sides changed by itself."""
-    options = EngineOptions(dtype="bf16", lm_head_chunk_tokens=CHUNK)
+def cases(model: ModelConfig, dtype: str = "bf16") -> Iterator[Case]:
+    """Give the grid, then what changes a base, then layers of real width, then compiled blocks."""
+    options = EngineOptions(dtype=dtype, lm_head_chunk_tokens=CHUNK)
     base = StepShape(model=model, options=options, micro_batch_size=4, accumulation=1, seq_len=512)
     for vocabulary in VOCABULARIES:
-        worded = replace(model, vocab_size=vocabulary)
+        worded = replace(base, model=replace(model, vocab_size=vocabulary))
         for tokens in TOKENS:
             for rows in ROWS:
-                shape = replace(base, model=worded, seq_len=tokens, micro_batch_size=rows)
-                yield Case(name=f"{vocabulary:,} {rows} x {tokens}", shape=shape, lora=QV)
-    wide = replace(model, vocab_size=VOCABULARIES[1])
-    base = replace(base, model=wide)
-    for name, lora in (
-        ("all linear", replace(QV, targets=(ALL_LINEAR,))),
-        ("rank 64", replace(QV, rank=64)),
-        ("plain base", replace(QV, base_quant="none")),
-    ):
-        yield Case(name=name, shape=base, lora=lora)
+                yield _case(f"{vocabulary:,}", worded, QV, rows, tokens)
+    base = replace(base, model=replace(model, vocab_size=VOCABULARIES[1]))
+    yield from _others(base)
+    wide = replace(base, model=WIDE if model is SMALL else base.model)
+    for rows, tokens in ((1, 512), (4, 2048), (1, 8192)):
+        yield _case("wide", wide, QV, rows, tokens)
+        yield _case("wide, on the host", _on_host(wide), QV, rows, tokens)
+    compiled = replace(base, options=replace(options, compile_blocks=True))
+    for rows, tokens in COMPILED:
+        yield _case("compiled", compiled, QV, rows, tokens)
+    yield _case("compiled, all linear", compiled, EVERY, 4, 512)
+    yield _case("compiled, plain base", compiled, PLAIN, 4, 512)
+    yield _case("compiled, on the host", _on_host(replace(compiled, accumulation=3)), QV, 4, 512)
+
+
+def _others(base: StepShape) -> Iterator[Case]:
+    """Give what changes the form of the base, micro-batches and places."""
+    for rows, tokens in FEW:
+        yield _case("plain base", base, PLAIN, rows, tokens)
+    for rows, tokens in FEW:
+        yield _case("on the host", _on_host(base), QV, rows, tokens)
     for count in (2, 4, 8):
-        yield Case(name=f"{count} micro-batches", shape=replace(base, accumulation=count), lora=QV)
-    for name, changed in (
-        ("boundaries on the host", replace(options, activation_placement="host")),
-        ("lion", replace(options, optimizer="lion")),
-        ("tied", options),
-    ):
-        its_model = replace(wide, tied_embeddings=name == "tied")
-        shape = replace(base, options=changed, model=its_model, accumulation=2)
-        yield Case(name=name, shape=shape, lora=QV)
+        many = replace(base, accumulation=count)
+        yield _case(f"{count} micro-batches", many, QV, 4, 512)
+        yield _case(f"{count} micro-batches, on the host", _on_host(many), QV, 4, 512)
+    for staying in (0.5, 2.5, 4.5):
+        yield replace(_case(f"{staying} stay", base, QV, 4, 512), staying=staying)
+        yield replace(_case(f"{staying} stay, plain", base, PLAIN, 4, 512), staying=staying)
+    yield _case("all linear", base, EVERY, 4, 512)
+    yield _case("all linear, plain base", base, replace(EVERY, base_quant="none"), 4, 512)
+    yield _case("rank 64", base, replace(QV, rank=64), 4, 512)
+    lion = replace(base, options=replace(base.options, optimizer="lion"))
+    yield _case("lion", lion, QV, 4, 512)
+    wide = replace(base, options=replace(base.options, dtype="fp32"))
+    yield _case("fp32", wide, QV, 4, 512)
+    tied = replace(base, model=replace(base.model, tied_embeddings=True))
+    yield _case("tied", tied, QV, 4, 512)
 
 
-class Beside(MemoryTransaction):
-    """A transaction beside frozen shards, which no commit stages again."""
-
-    def __init__(self, store: MemoryStore, frozen: dict[str, ShardView]) -> None:
-        super().__init__(store)
-        self._frozen = frozen
-
-    def read(self, name: str) -> ShardView:
-        """See `MemoryTransaction`."""
-        return self._frozen.get(name) or super().read(name)
+def _case(name: str, base: StepShape, lora: LoraSettings, rows: int, tokens: int) -> Case:
+    shape = replace(base, micro_batch_size=rows, seq_len=tokens)
+    return Case(name=f"{name} {rows} x {tokens}", shape=shape, lora=lora)
 
 
-def frozen_shards(model: ModelConfig, engine: AdapterEngine) -> dict[str, ShardView]:
-    """Give a base, in the form that the engine takes."""
-    txn = MemoryStore(poison=False).begin()
-    found = {}
-    place = engine.device.torch_device
-    generator = torch.Generator(place).manual_seed(0)
-    for stage in build_stages(model):
-        tensors = {
-            name: (0.02 * torch.randn(p.shape, generator=generator, device=place)).bfloat16()
-            for name, p in stage.parameters.items()
-        }
-        kind = "params"
-        if stage.name.startswith("block_") and engine.lora.base_quant == "nf4":
-            kind = "nf4"
-            tensors = nf4.quantise(stage, tensors, engine.device.torch_device)
-        name = f"{kind}/{stage.name}"
-        _write(txn, name, tensors)
-        view = txn.read(name)
-        found[name] = ShardView(name, view.layout, view.image, name)
-    return found
+def _on_host(base: StepShape) -> StepShape:
+    return replace(base, options=replace(base.options, activation_placement="host"))
 
 
-def adapters_of(engine: AdapterEngine) -> MemoryStore:
-    """Give a store in host memory with adapters alone."""
-    store = MemoryStore(poison=False)
-    txn = store.begin()
-    for owner in engine.adapted.owners:
-        specs = engine.shard_specs()
-        view = txn.stage(f"adapters/{owner.name}", like=specs[f"adapters/{owner.name}"])
-        fill_first(owner, 0, torch_adaptor.tensors(view))
-        view.seal()
-        state = txn.stage(f"optim/{owner.name}", like=specs[f"optim/{owner.name}"])
-        for tensor in torch_adaptor.tensors(state).values():
-            tensor.zero_()
-        state.seal()
-    txn.commit()
-    return store
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A case, what was predicted, phase by phase, and what it took."""
+
+    name: str
+    predicted: int
+    phases: dict[str, int]
+    peaks: Peaks
+    foretold_to_stay: int
+    seconds: float
+
+    @property
+    def ratio(self) -> float | None:
+        """Give predicted over measured: below 1 is a prediction that was too low."""
+        return self.predicted / self.peaks.total if self.peaks.total else None
+
+    @property
+    def line(self) -> str:
+        """Give a line of the table."""
+        ratio = "" if self.ratio is None else f"{self.ratio:.4f}"
+        phases = self.peaks.phases
+        beside = ", ".join(
+            f"{_short(name)} {self.phases[name] - held:+,}"
+            for name, held in phases.items()
+            if name in self.phases
+        )
+        return (
+            f"{self.name:<34} {in_bytes(self.predicted):>11} {in_bytes(self.peaks.total):>11}"
+            f" {ratio:>7} {self.predicted - self.peaks.total:>13,} bytes"
+            f" {_fullest(self.phases)}/{_fullest(phases)} [{beside}] {self.seconds:.1f} s"
+        )
 
 
-def _write(txn: MemoryTransaction, name: str, tensors: dict[str, torch.Tensor]) -> None:
-    staged = txn.stage(name, like=torch_adaptor.specs(tensors))
-    for key, target in torch_adaptor.tensors(staged).items():
-        target.copy_(tensors[key])
-    staged.seal()
+def _short(phase: str) -> str:
+    return phase.replace("forward", "f").replace("backward", "b")
 
 
-class Bases:
-    """The base of one model at a time: cases that follow one another share it."""
-
-    def __init__(self) -> None:
-        self._key: tuple[ModelConfig, str] | None = None
-        self._shards: dict[str, ShardView] = {}
-
-    def of(self, model: ModelConfig, engine: AdapterEngine) -> dict[str, ShardView]:
-        """Give a model's base."""
-        key = (model, engine.lora.base_quant)
-        if key != self._key:
-            self._key, self._shards = key, frozen_shards(model, engine)
-        return self._shards
+def _fullest(phases: dict[str, int]) -> str:
+    return max(phases, key=lambda phase: phases[phase]) if phases else "-"
 
 
-def measured_bytes(case: Case, name: str, bases: Bases) -> int:
-    """Train a few steps on a device and give the peak of the last ones, alone on it."""
-    layers.rotary_angles.cache_clear()
-    device = Device.from_name(name)
-    shape = case.shape
-    engine = AdapterEngine(shape.model, shape.options, device, case.lora)
-    try:
-        store, frozen = adapters_of(engine), bases.of(shape.model, engine)
-        random = np.random.default_rng(0)
-        width = (shape.micro_batch_size, shape.seq_len + 1)
-        for step in range(1, STEPS + 1):
-            if step <= 2:
-                device.forget_peak()
-            txn = Beside(store, frozen)
-            rows = [
-                random.integers(0, shape.model.vocab_size, width) for _ in range(shape.accumulation)
-            ]
-            engine.train_step(txn, rows, step=step, learning_rate=1e-4)
-            txn.commit()
-        return device.peak_bytes()
-    finally:
-        engine.close()
-        del engine
-        gc.collect()
-        device.forget_peak()
-
-
-def measured(case: Case, device: str | None, bases: Bases) -> Measured:
-    """Measure a case and print its line."""
-    is_host = device is not None and Device.from_name(device).is_host
-    phases = predicted_adapter_phases(case.shape, case.lora, is_host=is_host)
-    peak = None if device is None else measured_bytes(case, device, bases)
-    fullest = max(phases, key=lambda phase: phases[phase])
-    found = Measured(name=case.name, predicted=phases[fullest], peak=peak)
-    ratio = "" if found.ratio is None else f"{found.ratio:.4f}"
-    print(
-        f"{found.name:<28} {in_bytes(found.predicted):>11} {in_bytes(peak or 0):>11}"
-        f" {ratio:>7}  {found.predicted - (peak or 0):>14,} bytes  {fullest}",
-        flush=True,
+def measured(case: Case, trained: Trained | None, *, is_host: bool) -> Row:
+    """Measure a case."""
+    began = time.monotonic()
+    if is_host:
+        phases, foretold, size = predicted_adapter_phases(case.shape, case.lora, is_host=True), 0, 0
+    else:
+        need = adapter_need(case.shape, case.lora, case.budget_bytes)
+        phases, foretold = need.phases, need.kept
+        size = 0 if not foretold else _block_bytes(case)
+    peaks = Peaks() if trained is None else trained.peaks(case.kind, case.shape)
+    return Row(
+        name=case.name,
+        predicted=max(phases.values()) + foretold * size,
+        phases=phases,
+        peaks=peaks,
+        foretold_to_stay=foretold,
+        seconds=time.monotonic() - began,
     )
-    return found
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Print the table and one line that sums it up; 1 where a prediction was too low."""
+def _block_bytes(case: Case) -> int:
+    need = adapter_need(case.shape, case.lora, 1 << 50)
+    return (need.most_bytes - need.step_bytes) // need.stages
+
+
+def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--predict-only", action="store_true")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--model", choices=sorted(MODELS), default="small")
+    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--only", default="", help="cases with this in their name")
+    parser.add_argument("--leave-out", default="no such case", help="none with this in their name")
     parser.add_argument("--limit-seconds", type=float, default=110)
     parser.add_argument("--json", type=Path, help="file for the rows")
-    given = parser.parse_args(words)
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Print the table and one line that sums it up; 1 where a prediction was too low."""
+    given = arguments_of(words)
     try:
-        device = None if given.predict_only else Device.from_name(given.device).name
+        device = None if given.predict_only else Device.from_name(given.device)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    bases = Bases()
-    began, found = time.monotonic(), []
-    for case in cases(MODELS[given.model]):
-        if time.monotonic() - began > given.limit_seconds:
-            print(f"{case.name:<28} left out: {given.limit_seconds:.0f} s are over")
+    trained = None if device is None else Trained(device)
+    began, rows, left = time.monotonic(), list[Row](), 0
+    for case in cases(MODELS[given.model], given.dtype):
+        if given.only not in case.name or given.leave_out in case.name:
             continue
-        found.append(measured(case, device, bases))
+        if time.monotonic() - began > given.limit_seconds:
+            left += 1
+            continue
+        rows.append(measured(case, trained, is_host=device is not None and device.is_host))
+        print(rows[-1].line, flush=True)
         if given.json:
-            given.json.write_text(json.dumps([asdict(each) for each in found], indent=1))
-    ratios = [each.ratio for each in found if each.ratio is not None]
+            given.json.write_text(json.dumps([_row(row) for row in rows], indent=1))
+    return _sum_up(rows, left, time.monotonic() - began)
+
+
+def _row(row: Row) -> dict[str, Any]:
+    return asdict(row) | {"ratio": row.ratio}
+
+
+def _sum_up(rows: Sequence[Row], left: int, seconds: float) -> int:
+    ratios = [row.ratio for row in rows if row.ratio is not None]
     if ratios:
         under, over = sum(r < 1 for r in ratios), sum(r > 1.01 for r in ratios)
         print(
             f"lora_grid: {len(ratios)} cases, {under} under, {over} more than 1 % over;"
-            f" predicted/measured from {min(ratios):.4f} to {max(ratios):.4f},"
-            f" {time.monotonic() - began:.0f} s"
+            f" predicted/measured from {min(ratios):.4f} to {max(ratios):.4f}; {left} left out,"
+            f" {seconds:.0f} s"
         )
     return int(any(ratio < 1 for ratio in ratios))
 
