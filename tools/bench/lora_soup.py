@@ -3,8 +3,8 @@
     python -m tools.bench.lora_soup (--package DIR | --geometry H,L,F,V) [--rows DIR]
            [--device cpu|cuda] [--dtype fp32|bf16] [--quant none|nf4] [--seq-len 256,…]
            [--micro-batch 1] [--accumulation 1,4] [--rank 8] [--targets q_proj,v_proj]
-           [--rounds 3] [--threads 1] [--compile] [--placement vram|host] [--chunk 4096]
-           [--work DIR] [--markdown FILE]
+           [--rounds 3] [--threads 1] [--compile] [--activations keep|attention|recompute]
+           [--placement vram|host] [--chunk 4096] [--work DIR] [--markdown FILE]
 
 Owns the protocol: the same package, rows, first adapters, AdamW and number of threads on both
 sides, each in a process of its own that waits while the other steps; within a round each side makes
@@ -103,6 +103,8 @@ def parsed() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--compile", action="store_true", help="our blocks compiled")
+    ways = ("keep", "attention", "recompute")
+    parser.add_argument("--activations", choices=ways, help="ours; keep on a cpu")
     parser.add_argument("--placement", choices=("vram", "host"), default="vram")
     parser.add_argument("--chunk", type=int, default=4096, help="tokens whose logits we have")
     parser.add_argument("--work", type=Path)
@@ -110,6 +112,7 @@ def parsed() -> argparse.Namespace:
     asked = parser.parse_args()
     if (asked.package is None) == (asked.geometry is None):
         parser.error("give --package or --geometry, one of them")
+    asked.activations = asked.activations or ("keep" if asked.device == "cpu" else "recompute")
     return asked
 
 
@@ -155,7 +158,7 @@ def measured(asked: argparse.Namespace, package: Path, work: Path) -> dict[str, 
     """Start both sides and have them step in turns."""
     names = (
         *("device", "dtype", "quant", "rank", "targets", "threads"),
-        *("compile", "placement", "chunk"),
+        *("compile", "activations", "placement", "chunk"),
     )
     plan = {name: getattr(asked, name) for name in names}
     plan |= {"package": str(package), "work": str(work)}
@@ -254,7 +257,8 @@ def markdown(asked: argparse.Namespace, arms: dict[str, Arm]) -> tuple[str, bool
 
 def _ways(asked: argparse.Namespace) -> str:
     """Say what is ours alone."""
-    found = f", ours with {asked.chunk} logits at once and stages' inputs in {asked.placement}"
+    found = f", ours with {asked.chunk} logits at once, stages' inputs in {asked.placement},"
+    found += f" activations {asked.activations}"
     return found + (", blocks compiled" if asked.compile else "")
 
 

@@ -88,6 +88,7 @@ def our_step(plan: dict[str, Any]) -> Step:
         dtype=plan["dtype"],
         grad_clip_mode="none",
         compile_blocks=plan["compile"],
+        activations=plan["activations"],
         activation_placement=plan["placement"],
         lm_head_chunk_tokens=plan["chunk"],
         **values,  # type: ignore[arg-type]
