@@ -64,7 +64,7 @@ def arm(rank: int, *, in_parts: bool) -> Callable[..., Any]:
         if in_parts:
             lows = torch.split(low_rank.low_of(x, joined), rank, dim=-1)
             return [
-                low_rank.added_low(base, low, b, SCALE, rounds_first=True)
+                low_rank.added_low(base, low, b, scale=SCALE, rounds_first=True)
                 for base, low, b in zip(bases, lows, (b0, b1), strict=True)
             ]
         lows = torch.split(F.linear(x.float(), joined), rank, dim=-1)

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.lora.stages import AdaptedStage
+from trainer.model import low_rank
 from trainer.model.adapters import A_ENDS, B_ENDS, Adapter
 from trainer.model.compiled import Blocks, compiled, leaf, with_history
 from trainer.model.layers import AdaptedWeight, linear
@@ -138,6 +139,11 @@ def _last_product(
         product = linear(through, matrix)
         if adapter:
             a_RI, b_OR = adapter
+            if low_rank.takes(through):
+                low = low_rank.low_of(through, a_RI)
+                return x + low_rank.added_low(
+                    product, low, b_OR, scale=scale, rounds_first=rounds_first
+                )
             beside = Adapter(a_RI=a_RI, b_OR=b_OR, scale=scale, rounds_first=rounds_first)
             product = beside.added_to(product, through)
         return x + product
@@ -146,8 +152,11 @@ def _last_product(
         gate: Tensor, up: Tensor, matrix: Tensor, adapter: list[Tensor], gradient: Tensor
     ) -> tuple[Tensor, ...]:
         inner = gradient @ matrix
-        found: tuple[Tensor, ...] = ()
-        if adapter:
+        found: Sequence[Tensor] = ()
+        if adapter and low_rank.takes(gradient):
+            of_x, *found = low_rank.back_through(F.silu(gate) * up, adapter, gradient, scale)
+            inner = inner + of_x
+        elif adapter:
             a_RI, b_OR = adapter
             through = (F.silu(gate) * up).to(a_RI.dtype).flatten(0, -2)
             wide = (gradient.to(a_RI.dtype) * scale).flatten(0, -2)
@@ -176,11 +185,17 @@ def _compiled(
         lows: dict[str, Tensor] = {}
 
         def added(module: str, group: Sequence[str], output: Tensor, x: Tensor) -> Tensor:
+            in_parts = low_rank.takes(x)
             if module not in lows:  # modules that take the same input share one product with it
                 a_RI = torch.cat([params[each + A_ENDS] for each in group])
-                low = F.linear(x.to(a_RI.dtype), a_RI)
+                low = low_rank.low_of(x, a_RI) if in_parts else F.linear(x.to(a_RI.dtype), a_RI)
                 parts = torch.split(low, lora.rank, dim=-1)
                 lows.update(dict(zip(group, parts, strict=True)))
+            if in_parts:
+                b_OR = params[module + B_ENDS]
+                return low_rank.added_low(
+                    output, lows[module], b_OR, scale=lora.scale, rounds_first=rounds_first
+                )
             adapter = Adapter(
                 a_RI=params[module + A_ENDS],
                 b_OR=params[module + B_ENDS],

@@ -12,6 +12,7 @@ whose sums are added in fp32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,13 +21,15 @@ from torch import Tensor
 # Of 32 bits of an fp32 value: sign, exponent, and the first 7 bits behind the leading one.
 UPPER_BITS = -(1 << 16)
 PIECE = 512
+# Until a device has shown that errors are no larger than fp32's.
+READY = False
 # Which parts of two matrices are multiplied; the smallest products come first.
 PAIRS = ((2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0))
 
 
 def takes(x: Tensor) -> bool:
     """Say whether products with x go this way."""
-    return x.device.type != "cpu" and x.dtype == torch.bfloat16
+    return READY and x.device.type != "cpu" and x.dtype == torch.bfloat16
 
 
 def parts_of(wide: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,6 +73,17 @@ def back_narrowed(gradient_NR: Tensor, x_NI: Tensor, a_RI: Tensor) -> tuple[Tens
     """Give the gradients of x, in its dtype, and of A."""
     of_a = _joined(_summed(torch.cat(parts_of(gradient_NR), dim=1).t(), x_NI), dim=0)
     return _of_pairs(gradient_NR, a_RI, x_NI.dtype), of_a
+
+
+def back_through(
+    x: Tensor, adapter: Sequence[Tensor], gradient: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Give the gradients of x, A and B of a whole adapter, which is A and B."""
+    a_RI, b_OR = adapter
+    rows = x.flatten(0, -2)
+    of_low, of_b = back_raised(gradient.flatten(0, -2), narrowed(rows, a_RI), b_OR, scale)
+    of_x, of_a = back_narrowed(of_low, rows, a_RI)
+    return of_x.view(x.shape), of_a, of_b
 
 
 def _joined(of_parts: Tensor, dim: int) -> Tensor:
@@ -151,7 +165,7 @@ def low_of(x: Tensor, a_RI: Tensor) -> Tensor:
 
 
 def added_low(
-    base: Tensor, low: Tensor, b_OR: Tensor, scale: float, *, rounds_first: bool
+    base: Tensor, low: Tensor, b_OR: Tensor, *, scale: float, rounds_first: bool
 ) -> Tensor:
     """Add scale * low B^T to a base's output as `Adapter.added_low` does, with its history."""
     given = (base, low, b_OR, scale, rounds_first)
