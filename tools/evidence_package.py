@@ -125,12 +125,13 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--batch-rows", type=int, default=1, help="of the run's validation")
     parser.add_argument("--rows", type=int, default=1 << 30, help="rows of each text at most")
+    parser.add_argument("--losses-alone", action="store_true", help="in bf16, and no samples")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args(words)
     from transformers import AutoModelForCausalLM  # seconds, which help and arithmetic do not need
 
     with given.out.open("w", buffering=1) as out:
-        for dtype in ("float32", "bfloat16"):
+        for dtype in ("bfloat16",) if given.losses_alone else ("float32", "bfloat16"):
             model = AutoModelForCausalLM.from_pretrained(
                 given.package, dtype=getattr(torch, dtype)
             ).to(given.device)

@@ -11,9 +11,10 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import MappingProxyType
 
+from tools.evidence_export import Export, export
+from tools.evidence_long import long
 from tools.evidence_recipes import (
     KILLED_STEPS,
     Arm,
@@ -31,6 +32,7 @@ from tools.evidence_runs import (
     again_of,
     arms_at_once,
     command_of,
+    copy_lines,
     output_of,
     record_commits,
     record_run,
@@ -77,27 +79,20 @@ def main(place: Place, scale: Scale, limit: float) -> None:
 
 def package(place: Place, scale: Scale, limit: float) -> None:
     """Export the best step, load it by transformers, measure it and let it write."""
-    ends_at = time.monotonic() + limit
     store = place.store("main")
     lines = [line for line in step_lines(store) if "validation_loss" in line]
     if not lines:
         place.record.write("skipped", why="the main run has no validated step")
         return
     best = min(lines, key=lambda line: line["validation_loss"])["step"]
-    out = place.disk / "package"
-    began = time.monotonic()
-    words = ["export.hf_cli", str(store), "--ref", f"best-step-{best}", "--out", str(out)]
-    code = run_tool([*words, "--overwrite"], place, "export", ends_at - began)
-    said = output_of(place, "export")[-2500:]
-    seconds = round(time.monotonic() - began, 1)
-    place.record.write("exported", step=best, exit_code=code, seconds=seconds, said=said)
-    found = place.disk / "package.jsonl"
-    words = ["tools.evidence_package", "--package", str(out), "--data", str(place.data)]
-    words += ["--device", scale.device, "--out", str(found)]
-    words += ["--batch-rows", str(main_arm(scale).flags["micro-batch-size"])]
-    words += ["--rows", "2"] if scale.is_tiny else []
-    code = run_tool(words, place, "transformers", ends_at - time.monotonic())
-    _copy(found, place, "ended", exit_code=code, said=output_of(place, "transformers")[-600:])
+    wanted = Export(
+        name="main-best",
+        store=store,
+        commits=[f"best-step-{best}"],
+        data=place.data,
+        batch_rows=int(main_arm(scale).flags["micro-batch-size"]),
+    )
+    export(wanted, place, scale, limit)
 
 
 def resident(place: Place, scale: Scale, limit: float) -> None:
@@ -109,7 +104,7 @@ def resident(place: Place, scale: Scale, limit: float) -> None:
     path.write_text(json.dumps(_without_settings(given)))
     words = ["tools.evidence_resident", "--given", str(path), "--steps", str(arm.steps)]
     code = run_tool([*words, "--out", str(found)], place, "resident", limit)
-    _copy(found, place, "ended", exit_code=code, said=output_of(place, "resident")[-600:])
+    copy_lines(found, place, "ended", exit_code=code, said=output_of(place, "resident")[-600:])
 
 
 def killed(place: Place, scale: Scale, limit: float) -> None:
@@ -198,7 +193,7 @@ def _sizes(name: str, place: Place, scale: Scale, limit: float, *more: str) -> N
     words += ["--limit-seconds", str(min(limit, place.seconds_left()) - 15)]
     words += ["--tiny"] if scale.is_tiny else []
     code = run_tool([*words, *more], place, name, limit)
-    _copy(found, place, "ended", exit_code=code, said=output_of(place, name)[-600:])
+    copy_lines(found, place, "ended", exit_code=code, said=output_of(place, name)[-600:])
 
 
 def _arms_at_once(arms: Sequence[Arm], place: Place, limit: float, count: int) -> None:
@@ -210,14 +205,6 @@ def _without_settings(given: Mapping[str, object]) -> dict[str, object]:
     idle = {"validate_every", "max_validation_batches", "validation_whole_batches"}
     idle |= {"snapshot_best", "durable_every"}
     return {name: value for name, value in given.items() if name not in idle}
-
-
-def _copy(found: Path, place: Place, kind: str, **values: object) -> None:
-    """Record the lines that a tool wrote, then how it ended."""
-    for text in found.read_text().splitlines() if found.exists() else []:
-        line = json.loads(text)
-        place.record.write(line.pop("kind", "step"), **line)
-    place.record.write(kind, **values)
 
 
 PARTS: Mapping[str, Part] = MappingProxyType(
@@ -238,6 +225,7 @@ PARTS: Mapping[str, Part] = MappingProxyType(
             Part(name="deep", shows="a deep model at 4 GiB", seconds=170, make=deep),
             Part(name="rates", shows="the search of the peak rate", seconds=100, make=rates),
             Part(name="search", shows="the search at small scale", seconds=480, make=search),
+            Part(name="long", shows="as low as a GPU's time lets it", seconds=560, make=long),
             Part(name="probe", shows="how long slow steps take", seconds=60, make=probe),
         )
     }

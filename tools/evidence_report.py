@@ -254,12 +254,13 @@ def sizes(records: Records) -> Iterator[str]:
 
 
 def texts(records: Records) -> Iterator[str]:
-    """Tell the held-out losses of the exported package, as transformers gives them."""
-    yield "| text | dtype | tokens | bytes | nats a token | bits a byte | unigram nats |"
-    yield "|---|---|---:|---:|---:|---:|---:|"
-    for line in records.of("package", "loss"):
+    """Tell the held-out losses of exported packages, as transformers gives them."""
+    yield "| package | text | dtype | tokens | bytes | nats a token | bits a byte | unigram nats |"
+    yield "|---|---|---|---:|---:|---:|---:|---:|"
+    for line in [*records.of("package", "loss"), *records.of("long", "loss")]:
         yield (
-            f"| {line['text']} | {line['dtype']} | {line['tokens']:,} | {line['bytes']:,} |"
+            f"| {line.get('package', 'main-best')} | {line['text']} | {line['dtype']} |"
+            f" {line['tokens']:,} | {line['bytes']:,} |"
             f" {line['nats_per_token']:.4f} | {line['bits_per_byte']:.4f} |"
             f" {line['unigram_entropy_nats']:.4f} |"
         )
@@ -270,6 +271,7 @@ def rest(records: Records) -> Iterator[str]:
     for part, kind in (
         *(("machine", "machine"), ("data", "rows"), ("memory", "failed"), ("deep", "model")),
         *(("package", "exported"), ("package", "sample")),
+        *(("long", "set"), ("long", "exported"), ("long", "sample")),
     ):
         yield from (json.dumps(line) for line in records.of(part, kind))
     for line in records._lines:

@@ -205,6 +205,15 @@ def run_tool(words: Sequence[str], place: Place, name: str, limit_seconds: float
             return _stopped(process)
 
 
+def copy_lines(found: Path, place: Place, kind: str, **values: object) -> None:
+    """Record the lines that a tool wrote, then how it ended."""
+    for text in found.read_text().splitlines() if found.exists() else []:
+        line = json.loads(text)
+        more = {"package": values["package"]} if "package" in values else {}
+        place.record.write(line.pop("kind", "step"), **line, **more)
+    place.record.write(kind, **values)
+
+
 def step_lines(store: Path) -> list[dict[str, Any]]:
     """Read a run's step log; a last line that is not whole is left out."""
     path = store / "logs" / "steps.jsonl"

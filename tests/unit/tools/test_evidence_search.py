@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tools.evidence_long import exports, long_arm
 from tools.evidence_mixtures import MIXTURES, distinct, halves, make_set, sample
 from tools.evidence_recipes import Scale, fields_of, step_tokens, words_of
 from tools.evidence_report import Records, searched
@@ -128,6 +129,19 @@ def test_a_setting_changes_only_for_more_than_the_margin() -> None:
     assert chosen(base, losses) == replace(base, weight_decay=1.0)
     del losses[base]
     assert chosen(base, losses) == base, "nothing to compare with"
+
+
+def test_the_last_snapshots_are_averaged_and_the_best_step_is_packed() -> None:
+    arm = long_arm(Scale())
+    lines: list[dict[str, Any]] = [{"step": step} for step in range(1, 1050)]
+    lines[299]["validation_loss"], lines[899]["validation_loss"] = 2.0, 2.5
+    plain, *means = exports(lines, arm, Path("store"), Path("report"))
+    assert plain.words() == ["--ref", "best-step-300"]
+    assert means[0].words() == ["--average", "step-800,step-1000"]
+    assert [len(mean.commits) for mean in means] == [2, 4], "there are no eight"
+    assert arm.steps * step_tokens(arm.flags) == (
+        arm.flags["warmup-tokens"] + arm.flags["decay-tokens"]
+    )
 
 
 def test_the_search_is_told_by_its_lowest_loss(tmp_path: Path) -> None:
