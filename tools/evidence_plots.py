@@ -161,6 +161,10 @@ def plots(lines: Sequence[Mapping[str, Any]]) -> list[Plot]:
         ]
         if curves:
             found.append(Plot(name=part, title=title, x="step", y="nats", curves=curves))
+    if decays := _decays(lines, runs["search"]):
+        found.append(decays)
+    if long := runs["long"].get("long"):
+        found.append(_long(long, runs["main"].get("main", [])))
     if v25 := runs["v25"]:
         found.append(_source_run(v25))
     return found
@@ -174,6 +178,36 @@ def _learning(steps: Sequence[Mapping[str, Any]]) -> Plot:
     ]
     title = "100 M parameters through the store"
     return Plot(name="learning", title=title, x="step", y="nats", curves=curves)
+
+
+def _decays(
+    lines: Sequence[Mapping[str, Any]], runs: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> Plot | None:
+    """Draw the runs of the search that differ in weight decay alone from the first one."""
+    tried = [line for line in lines if line["part"] == "search" and line["kind"] == "tried"]
+    curves = []
+    for line in tried:
+        unlike = [k for k, v in line["recipe"].items() if v != tried[0]["recipe"][k]]
+        points = _of(runs.get(line["run"], []), "validation_loss")
+        if unlike in ([], ["weight_decay"]) and points:
+            name = f"weight decay {line['recipe']['weight_decay']:g}"
+            curves.append(Curve(name=name, points=points, is_marked=True))
+    if not curves:
+        return None
+    title = "The search: 11 M parameters on a tenth of the rows, held-out loss"
+    return Plot(name="search", title=title, x="step", y="nats", curves=curves)
+
+
+def _long(steps: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]]) -> Plot:
+    curves = [
+        Curve(name="training, smoothed", points=smoothed(_of(steps, "loss"))),
+        Curve(name="held out, choosing half", points=_of(steps, "validation_loss")),
+    ]
+    if before:
+        points = _of(before, "validation_loss")
+        curves.append(Curve(name="the 3,000 steps, held out", points=points, is_dashed=True))
+    title = "100 M parameters by the recipe that was searched"
+    return Plot(name="long", title=title, x="step", y="nats", curves=curves)
 
 
 def _source_run(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Plot:

@@ -228,11 +228,20 @@ def test_plots_are_drawn_from_thinned_records(tmp_path: Path) -> None:
     lines = [step("main", "main", n) for n in range(1, 1000)]
     lines[499]["validation_loss"] = 3.0
     lines += [step("v25", "v25 <1>", n) for n in range(1, 20)]
+    lines += [step("long", "long", n) for n in range(1, 20)]
+    for name, recipe in (
+        ("a", {"weight_decay": 0.1, "rate": 1.0}),
+        ("b", {"weight_decay": 0.5, "rate": 1.0}),
+        ("c", {"weight_decay": 0.1, "rate": 2.0}),
+    ):
+        lines.append({"part": "search", "kind": "tried", "run": name, "steps": 1, "recipe": recipe})
+        lines.append(step("search", name, 1, validation_loss=2.0))
     kept = list(thinned(records(lines, tmp_path)))
     assert len(kept) < 500
     assert any(line.get("validation_loss") == 3.0 for line in kept)
     made = plots(kept)
-    assert [plot.name for plot in made] == ["learning", "v25"]
+    assert [plot.name for plot in made] == ["learning", "search", "long", "v25"]
+    assert [curve.name for curve in made[1].curves] == ["weight decay 0.1", "weight decay 0.5"]
     for plot in made:
         assert ET.fromstring(drawn(plot)).tag.endswith("svg")
 
