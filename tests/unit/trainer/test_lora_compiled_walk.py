@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from tools.bench.lora_grid import QV, SMALL, Bases, Case, measured_bytes
+from tools.bench.lora_grid import QV, SMALL, Case
+from tools.bench.lora_grid_steps import Trained
+from trainer.device import Device
 from trainer.lora.model import slot_bytes
 from trainer.lora.stages import adapted
 from trainer.lora.walk import predicted_adapter_bytes
@@ -122,7 +124,8 @@ def test_a_device_takes_what_was_foretold(vocabulary: int) -> None:
         accumulation=2,
         seq_len=2048,
     )
-    peak = measured_bytes(Case(name="compiled", shape=shape, lora=QV), "cuda", Bases())
+    case = Case(name="compiled", shape=shape, lora=QV)
+    peak = Trained(Device.from_name("cuda")).peaks(case.kind, shape).total
     predicted = predicted_adapter_bytes(shape, QV, is_host=False)
     print(f"compiled, {vocabulary:,} words: {predicted:,} foretold, {peak:,} taken")
     assert peak <= predicted <= MANY_OVER_MAX * peak, (peak, predicted)
