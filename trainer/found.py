@@ -65,9 +65,11 @@ def find_run(given: Given) -> Found:
     check_name(branch, "branch")
     if STEP_PATTERN.match(branch):
         raise InputError(f"--branch {branch}: names of the form step-N mean steps; choose another")
+    active = settings_given(given).get("active")
+    if active is not None:
+        _check_may_hold_steps(Path(active))
     if not _is_store(path):
         _check_may_begin(path, branch, from_ref=given.get("from_ref"))
-        active = settings_given(given).get("active")
         if active is not None:
             _refuse_history(Path(active), path)
         return Found(branch=branch)
@@ -197,21 +199,37 @@ def _refuse_lost_head(store: Store, branch: str) -> None:
 
 def _check_may_begin(path: Path, branch: str, from_ref: str | None) -> None:
     """Refuse a place where no run may begin."""
-    if path.is_symlink() and not path.exists():
-        raise InputError(
-            f"--store {path}: this is a link that leads nowhere: mount or bring back what it leads"
-            " to, or give another --store"
-        )
+    _refuse_lost_link(path, "--store")
     logged_step = last_logged_step(log_folder(path, branch))
     if logged_step > 0:
         raise InputError(
             f"{path}: its step log goes to step {logged_step}, but the store is gone: put the store"
-            " back, or remove the folder to begin anew"
+            " back, or remove the folder to begin anew, or give another --store"
         )
     if path.exists() and (not path.is_dir() or not _may_become_store(path)):
         raise InputError(f"{path}: exists and holds no store: give another --store")
     if from_ref is not None:
         raise NotFoundError(f"{path}: there is no store, and so no {from_ref!r} to begin from")
+
+
+def _check_may_hold_steps(active_path: Path) -> None:
+    """Refuse a place where no active store can be made, before the durable one is."""
+    if _is_store(active_path):
+        return
+    _refuse_lost_link(active_path, "--active")
+    if active_path.exists() and (not active_path.is_dir() or not _may_become_store(active_path)):
+        raise InputError(
+            f"--active {active_path}: exists and holds no store: give an empty or a new folder"
+        )
+
+
+def _refuse_lost_link(path: Path, flag: str) -> None:
+    """Make nothing beside what is not mounted."""
+    if path.is_symlink() and not path.exists():
+        raise InputError(
+            f"{flag} {path}: this is a link that leads nowhere: mount or bring back what it leads"
+            f" to, or give another {flag}"
+        )
 
 
 def _refuse_history(active_path: Path, path: Path) -> None:

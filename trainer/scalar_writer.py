@@ -7,6 +7,7 @@ a resumed run makes again replace the ones behind the step it resumes at.
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -52,6 +53,13 @@ class ScalarWriter:
 def open_scalars(folder: str, resumed_step: int) -> ScalarWriter:
     """Open a folder's event file; InputError where no writer is installed."""
     return ScalarWriter(writer_class()(folder, purge_step=resumed_step + 1))
+
+
+def check_folder(folder: str) -> None:
+    """Refuse what cannot be a folder of event files, and a machine without a writer of them."""
+    writer_class()
+    if os.path.lexists(folder) and not os.path.isdir(folder):
+        raise InputError(f"--tensorboard {folder}: exists and is no folder: give another")
 
 
 def writer_class() -> Any:

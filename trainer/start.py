@@ -41,7 +41,7 @@ from trainer.recipe_options import options_of
 from trainer.report import report_json, report_text
 from trainer.run import Run, RunLogs
 from trainer.run_shards import lines_since
-from trainer.scalar_writer import open_scalars, writer_class
+from trainer.scalar_writer import check_folder, open_scalars
 from trainer.signals import StopRequest
 from trainer.step_log import last_durable_step, log_folder, open_step_log
 from trainer.tiers import Tiers
@@ -65,16 +65,16 @@ def train(given: Given, request: StopRequest, say: Callable[[str], None]) -> int
             say(finished)
             return 0
     plan = make_plan(found, given, notes, note=note_before)
-    if given.get("dry_run"):
-        return _dry_run(plan, say, as_json=bool(given.get("json")))
     if given.get("trace"):
         _check_traced(plan, Path(given["trace"]))
+    if plan.settings.tensorboard is not None:
+        check_folder(plan.settings.tensorboard)
+    if given.get("dry_run"):
+        return _dry_run(plan, say, as_json=bool(given.get("json")))
     lines = _preflight(plan, measures=False)
     for refusal in _refusals(plan, lines).values():
         raise refusal
     memory_warning = check_memory(plan.budget)
-    if plan.settings.tensorboard is not None:
-        writer_class()
     progress = progress_for(plan.settings.max_steps, validates=validates(plan))
     request.before_abort = progress.close
     try:

@@ -178,3 +178,26 @@ def test_a_dry_run_tells_the_ram_disk(
     assert told["active_bytes"] > 3 * told["bytes_written_per_step"]
     assert told["memory"]["the RAM disk"] == told["active_bytes"]
     assert not store.exists()
+
+
+@pytest.mark.parametrize("what", ["a folder", "a file", "a link"])
+@pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=["run", "dry run"])
+def test_a_place_where_no_active_store_can_be_is_refused_before_anything_is_made(
+    data: Path,
+    store: Path,
+    active: Path,
+    capsys: pytest.CaptureFixture[str],
+    what: str,
+    more: list[str],
+) -> None:
+    if what == "a folder":
+        active.mkdir()
+        (active / "letters").write_text("mine")
+    elif what == "a file":
+        active.write_text("mine")
+    else:
+        active.symlink_to(active.parent / "not-mounted")
+    call = arguments(store, data, "--max-steps", "2", "--active", str(active), *more)
+    assert train_here(call) == 2
+    assert f"--active {active}: " in capsys.readouterr().err
+    assert not store.exists()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from trainer.errors import InputError
-from trainer.scalar_writer import open_scalars, scalars, writer_class
+from trainer.scalar_writer import check_folder, open_scalars, scalars, writer_class
 
 LINE = {
     "step": 4,
@@ -76,6 +77,19 @@ def test_without_a_writer_the_message_says_what_to_install(
     with pytest.raises(InputError, match=r"pip install 'shardb\[tensorboard\]'") as caught:
         writer_class()
     assert caught.value.exit_code == 2
+
+
+def test_is_a_file_in_the_place_of_the_folder_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    other: Any = ModuleType("tensorboardX")
+    other.SummaryWriter = Recorder
+    monkeypatch.setitem(sys.modules, "tensorboardX", other)
+    check_folder(str(tmp_path))
+    check_folder(str(tmp_path / "not-there-yet"))
+    (tmp_path / "letters").write_text("mine")
+    with pytest.raises(InputError, match=r"--tensorboard .*letters: exists and is no folder"):
+        check_folder(str(tmp_path / "letters"))
 
 
 def test_real_event_files_hold_the_points(tmp_path: Path) -> None:
