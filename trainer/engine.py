@@ -227,7 +227,10 @@ class Engine:
     def _tokens(self, micro_batches: Sequence[Rows]) -> list[Tokens]:
         batches = [Tokens.from_rows(rows, self.config, self.device) for rows in micro_batches]
         if not sum(batch.valid_count for batch in batches):
-            raise InputError("no label of this step counts in the loss: every one is -100")
+            raise InputError(
+                "no label of this step counts in the loss: every one is -100. Mend the rows, or"
+                " pass over them with --skip-batches 1"
+            )
         return batches
 
     def evaluate(self, reader: ShardReader, batches: Iterable[Rows]) -> EvalResult:

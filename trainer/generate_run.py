@@ -58,7 +58,7 @@ def generated_text(
 def _open_tokenizer(view: ReadView, path: str | None) -> Tokenizer:
     if path is not None:
         if not Path(path).is_file():
-            raise InputError(f"{path}: no such file: give a tokenizer.json")
+            raise InputError(f"--tokenizer {path}: no such file: give a tokenizer.json")
         return Tokenizer.from_file(path)
     if TOKENIZER_SHARD not in view.names():
         raise InputError(
@@ -77,6 +77,6 @@ def _prompt_ids(tokenizer: Tokenizer, prompt: str, model: ModelConfig) -> list[i
     if max(ids) >= model.vocab_size:
         raise InputError(
             f"the tokenizer gives id {max(ids)}, but the model has {model.vocab_size}: this is not"
-            " the tokenizer of this run"
+            " the tokenizer of this run; leave --tokenizer out for the stored one, or give its own"
         )
     return ids

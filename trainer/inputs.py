@@ -153,8 +153,8 @@ def _open_rows(data_dir: str, vocab_size: int, data_dtype: str, seq_len: int | N
 def _check_validation(rows: TokenRows, validation_rows: TokenRows, notes: list[str]) -> None:
     if validation_rows.seq_len != rows.seq_len:
         raise InputError(
-            f"{validation_rows.directory}: rows of {validation_rows.seq_len} tokens, but the"
-            f" training rows hold {rows.seq_len}: prepare both together"
+            f"--val-data-dir {validation_rows.directory}: its rows hold {validation_rows.seq_len}"
+            f" tokens, but those of --data-dir hold {rows.seq_len}: prepare both together"
         )
     _check_contents(validation_rows)
     if _is_small(validation_rows):
@@ -174,7 +174,7 @@ def _check_contents(rows: TokenRows) -> None:
         if file_digest(file.path) != digests[file.path.name]:
             raise InputError(
                 f"{file.path}: its content is not what the manifest tells: restore the file, or"
-                " prepare the data again"
+                " prepare the data again, and give that as --data-dir"
             )
 
 
@@ -199,6 +199,6 @@ def _tokenizer(rows: TokenRows, data_dir: str) -> bytes | None:
     if rows.manifest and _digest(data) != rows.manifest.tokenizer_xxh3_128:
         raise InputError(
             f"{path}: this is not the tokenizer that the data was prepared with: restore it, or"
-            " prepare the data again"
+            " prepare the data again, and give that as --data-dir"
         )
     return data

@@ -41,6 +41,6 @@ def preset(name: str) -> ModelConfig:
     """Give the geometry called `name`; an unknown name raises InputError with the known ones."""
     if name not in PRESETS:
         raise InputError(
-            f"no preset is called {name!r}: choose one of {', '.join(sorted(PRESETS))}"
+            f"--preset {name}: no preset has this name: choose {', '.join(sorted(PRESETS))}"
         )
     return PRESETS[name]
