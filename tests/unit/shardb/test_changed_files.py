@@ -7,7 +7,9 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,8 @@ import shardb
 from shardb import Transaction
 from shardb.errors import ObjectCorruptError
 from shardb.filesystem import RealFileSystem
+from shardb.patrol import Patrol
+from shardb.records import ShardEntry
 from shardb.transfer_publisher import Publisher
 from tests.support.stores import filled
 
@@ -66,6 +70,12 @@ def steps(store: shardb.Store, count: int) -> None:
         next_step(store)
 
 
+def patrolled(store: shardb.Store) -> None:
+    """Wait for the object that is digested in the background: it is as it was at its commit."""
+    for _, running in store.patrol._running.values():
+        wait([running])
+
+
 def path_of(store: shardb.Store, shard: str) -> str:
     return store.objects.path(store.branches()["main"].shards[shard].digest)
 
@@ -94,6 +104,7 @@ def test_is_an_own_object_checked_again_when_its_file_was_written_to(
     active: shardb.Store, shard: str
 ) -> None:
     next_step(active)
+    patrolled(active)
     path = path_of(active, shard)
     change(path)
     for _ in range(2):
@@ -101,6 +112,29 @@ def test_is_an_own_object_checked_again_when_its_file_was_written_to(
             next_step(active)
     assert active.branches()["main"].step == 2
     change(path)  # its bytes are right again, whoever brought them back
+    assert next_step(active).step == 3
+
+
+def test_does_what_the_patrol_saw_count_once_although_the_bytes_came_back(
+    active: shardb.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever restores an object below a trainer may meet one more refusal, and not two."""
+    changed, digest = threading.Event(), Patrol._digest
+
+    def late(patrol: Patrol, entry: ShardEntry) -> None:
+        changed.wait()
+        digest(patrol, entry)
+
+    patrolled(active)
+    monkeypatch.setattr(Patrol, "_digest", late)
+    next_step(active)
+    path = path_of(active, TRAINED)
+    change(path, mapped=True)
+    changed.set()
+    patrolled(active)
+    change(path)
+    with pytest.raises(ObjectCorruptError, match=f"shard '{TRAINED}' was changed by somebody"):
+        next_step(active)
     assert next_step(active).step == 3
 
 
