@@ -130,7 +130,8 @@ class AdaptedStage(Stage):
         rows = x[None] if x.dim() == 2 and x.is_floating_point() else x
         with linears:
             output = self.inner.forward_of(batch, weights, rows)
-        output = output[0] if rows is not x else output
+        # Not by an index: its way back would fill a tensor of this size with zeros first.
+        output = output.squeeze(0) if rows is not x else output
         assert linears.unused == 0, f"{self.name}: an adapter was passed by"
         return output
 
