@@ -32,9 +32,14 @@ def total_norm(norms: Sequence[Tensor]) -> Tensor:
     return norm
 
 
-def clip_scale(norm: Tensor, max_norm: float) -> float:
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """Give the factor that brings `norm` down to `max_norm`: 1.0 when it is not above."""
-    return float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def clip_scale(norm: Tensor, max_norm: float) -> float:
+    """Give `clip_factor`, with a look at it."""
+    return float(clip_factor(norm, max_norm))
 
 
 def _non_finite(shard: str, gradients: Mapping[str, Tensor], norms: Tensor) -> NonFiniteError:

@@ -2,24 +2,29 @@
 
 Owns buffers of host memory for adapters, their state, and rows of a table. A device takes longer to
 begin a copy than to make one of this size, and waits for each that is not page-locked. Knows
-nothing of stages. Invariant: a buffer is filled again only when the copy out of it is done.
+nothing of stages. Invariant: a buffer is filled again only when the copy out of it is done; what a
+device was asked to fill may be read behind a wait for the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shardb.views import TensorImage
 from trainer.device import Device
 from trainer.device_lanes import Lane, Lanes, Mark
 from trainer.lora.forms import SlotForm
+from trainer.lora.runs import Runs, body_of
 
 WHAT = "adapters"
 ROWS = "rows of the embeddings"
+THREADS = 4
 
 
 def copy_small(source: Tensor, target: Tensor) -> None:
@@ -83,6 +88,36 @@ class SmallCopies:
         host.copy_(image, non_blocking=True)
         self._device.wait()
         return form.tensors(host)
+
+    def run_to_device(self, runs: Runs, shards: Mapping[str, TensorImage]) -> Tensor:
+        """Give copies of shards' bodies as one run of bytes on the device."""
+        host = self._in.of(runs.bytes)
+        target: NDArray[np.uint8] = host.numpy()
+        for shard, start in runs.bodies.items():
+            body = body_of(shards[shard])
+            target[start : start + body.nbytes] = body
+        found = host.to(self._device.torch_device, non_blocking=True, copy=True)
+        self._in.copied()
+        return found
+
+    def run_to_host(self, image: Tensor) -> None:
+        """Begin to copy a run of bytes to host memory."""
+        self._out.of(image.nbytes).copy_(image, non_blocking=True)
+
+    def fill(self, runs: Runs, shards: Mapping[str, TensorImage]) -> Iterator[str]:
+        """Copy what `run_to_host` brought into shards; give each that is complete, in order.
+
+        The device has been waited for. A few threads share the copies, each takes a whole shard.
+        """
+        source: NDArray[np.uint8] = self._out.of(runs.bytes).numpy()
+
+        def copy(shard: str) -> str:
+            body, start = body_of(shards[shard]), runs.bodies[shard]
+            np.copyto(body, source[start : start + body.nbytes])
+            return shard
+
+        with ThreadPoolExecutor(THREADS, thread_name_prefix="adapters") as pool:
+            yield from pool.map(copy, shards)
 
     def rows_of(self, table_VD: Tensor, ids: Tensor) -> Tensor:
         """Look ids up in a table in host memory; give the rows on the device."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -21,14 +21,14 @@ from torch import Tensor
 
 from shardb import ShardView
 from trainer.backward import StageGradients
-from trainer.clipping import clip_scale, total_norm
+from trainer.clipping import clip_factor, total_norm
 from trainer.errors import NonFiniteError
 from trainer.gradient_pass import GradientPass
 from trainer.gradients import GradientSum, taken
 from trainer.lora.away import AwayTape
 from trainer.lora.ledger_tape import tape_of
 from trainer.lora.model import AdaptedModel
-from trainer.lora.updating import updates_of
+from trainer.lora.updating import Updates, updates_of
 from trainer.lora.visits import Adapters, Visits, brought, open_visits, read_adapters
 from trainer.model.micro_batch import drop_keys
 from trainer.pipeline.boundaries import Boundaries
@@ -41,7 +41,7 @@ from trainer.tokens import Tokens
 class AdapterPass(GradientPass):
     """`run` yields the adapters' gradients, from the last stage to the first.
 
-    at_end: called when everything is asked for, before anybody waits for a result.
+    at_end: called with this and them when everything is asked for, before anybody looks.
     """
 
     kind: ClassVar[str] = "adapters"
@@ -55,10 +55,13 @@ class AdapterPass(GradientPass):
         *,
         loss_scale: float = 1.0,
         drop_keys: Sequence[str | None] = (),
-        at_end: Callable[[], None] = lambda: None,
+        at_end: Callable[[AdapterPass, Sequence[StageGradients]], None] = lambda _pass, _found: (
+            None
+        ),
     ) -> None:
         compute = compute.knowing(drop_keys)
         super().__init__(model.step, None, compute, loss_scale=loss_scale)
+        self.shard_norms: dict[str, Tensor] = {}
         self._adapted = model
         self._visits = visits
         self._at_end = at_end
@@ -95,9 +98,12 @@ class AdapterPass(GradientPass):
                     stage=stage, view=self._views[stage.name], gradients=taken(total.gradients)
                 )
                 found.append(self._measured(ready))
-        self._at_end()
+                self.shard_norms[stage.name] = total_norm([self.norms[stage.name]])
+        total_of_all = self.total_norm()
+        if self._at_end is not None:
+            self._at_end(self, found)
         # One look at all of them, behind the last: each look lets a device run dry.
-        if not math.isfinite(float(self.total_norm())):
+        if not math.isfinite(float(total_of_all)):
             for ready in found:
                 self._check(ready)
         yield from found
@@ -156,6 +162,7 @@ class AdapterStep:
         self._txn = txn
         self._order = order
         self._max_norm = model.step.options.max_grad_norm * order.grad_norm_scale
+        self._norms: _Norms | None = None
         self._clock = StepClock(
             model.step.device.wait if model.step.options.timing_sync_cuda else None
         )
@@ -174,29 +181,28 @@ class AdapterStep:
                 views,
                 loss_scale=self._order.loss_scale,
                 drop_keys=self._drop_keys(len(batches)),
-                at_end=updates.bring,
+                at_end=partial(self._begin, updates),
             )
             try:
                 ready = {each.stage.name: each for each in gradients.run(batches)}
             except NonFiniteError:
                 updates.forget()
                 raise
-        names = [stage.name for stage in model.owners]
-        norms = torch.stack([total_norm([gradients.norms[name]]) for name in names]).tolist()
-        scales = self._scales(gradients, names)
+        assert self._norms is not None, "a pass ended without its end"
+        grad_norm, shard_norms, scales = self._norms.look()
         with self._clock.measure("optimizer_math_seconds"):
-            updates.update([ready.pop(name) for name in names], scales)
+            updates.update([ready.pop(name) for name in scales], scales)
         model.step.device.wait()
         return StepResult(
             loss=gradients.loss,
-            grad_norm=float(gradients.total_norm()),
+            grad_norm=grad_norm,
             clip_scale=min(scales.values()),
             tokens=sum(batch.ids.numel() for batch in batches),
             valid_tokens=sum(batch.valid_count for batch in batches),
             updated_shards=len(scales),
             max_active_param_shards=visits.active_max,
             max_active_optimizer_shards=1,
-            shard_norms=dict(zip(names, norms, strict=True)),
+            shard_norms=shard_norms,
             timings=dict(self._clock.seconds),
         )
 
@@ -205,10 +211,38 @@ class AdapterStep:
         rate, seed = self._model.trunk[0].lora.dropout, self._model.step.options.seed
         return drop_keys(rate, seed=seed, step=self._order.step, count=count)
 
-    def _scales(self, gradients: AdapterPass, names: Sequence[str]) -> dict[str, float]:
-        mode = self._model.step.options.grad_clip_mode
-        if mode == "none":
-            return dict.fromkeys(names, 1.0)
-        if mode == "global":
-            return dict.fromkeys(names, clip_scale(gradients.total_norm(), self._max_norm))
-        return {n: clip_scale(total_norm([gradients.norms[n]]), self._max_norm) for n in names}
+    def _begin(
+        self, updates: Updates, gradients: AdapterPass, found: Sequence[StageGradients]
+    ) -> None:
+        self._norms = self._norms_of(gradients)
+        updates.begin(found, self._norms.factors)
+
+    def _norms_of(self, gradients: AdapterPass) -> _Norms:
+        mode, norms = self._model.step.options.grad_clip_mode, gradients.shard_norms
+        names, total = [stage.name for stage in self._model.owners], gradients.total_norm()
+        if mode == "shard":
+            factors = {name: clip_factor(norms[name], self._max_norm) for name in names}
+        else:
+            one = torch.ones_like(total) if mode == "none" else clip_factor(total, self._max_norm)
+            factors = dict.fromkeys(names, one)
+        seen = torch.stack([total, *(norms[n] for n in names), *factors.values()])
+        return _Norms(factors=factors, seen=seen)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Norms:
+    """What clips each shard; `seen` is the norm of all, then each shard's, then the factors."""
+
+    factors: Mapping[str, Tensor]
+    seen: Tensor
+
+    def look(self) -> tuple[float, dict[str, float], dict[str, float]]:
+        """Give the norm of all, each shard's, and what clips it, in one look."""
+        total, *others = self.seen.tolist()
+        count = len(self.factors)
+        norms, factors = others[:count], others[count:]
+        return (
+            total,
+            dict(zip(self.factors, norms, strict=True)),
+            dict(zip(self.factors, factors, strict=True)),
+        )

@@ -2,7 +2,7 @@
 
 Owns how old values reach the device and new ones the staged images. The arithmetic is the rule's.
 Knows nothing of gradients' making. Invariant: values are those of one shard after the other, since
-a rule looks at no more than one tensor at a time.
+a rule looks at no more than one tensor at a time, or, where all are made one, at one element.
 """
 
 from __future__ import annotations
@@ -17,9 +17,15 @@ from shardb import ShardView, StagedShard, torch_adaptor
 from trainer.backward import StageGradients
 from trainer.lora.forms import SlotForm
 from trainer.lora.model import AdaptedModel
+from trainer.lora.runs import Runs
 from trainer.lora.small_copies import SmallCopies, copy_small
+from trainer.optimizers.adamw import AdamW
+from trainer.optimizers.lion import Lion
 from trainer.optimizers.tiles import ShardUpdate
 from trainer.step import ShardTransaction, StepOrder, write_update
+
+# Rules that do the same to every element, whichever tensor it is of.
+ELEMENTWISE = (AdamW, Lion)
 
 
 class Updates:
@@ -37,11 +43,14 @@ class Updates:
         self._order = order
         self._views = views
 
-    def bring(self) -> None:
-        """Begin to bring old values in: the backward pass is asked for, and may still run."""
+    def begin(self, ready: Sequence[StageGradients], scales: Mapping[str, Tensor]) -> None:
+        """Do what needs no look at a device: the backward pass is asked for, and may still run.
+
+        What is not finite is found behind this, and forgotten.
+        """
 
     def forget(self) -> None:
-        """Drop what `bring` made: there will be no update."""
+        """Drop what `begin` made: there will be no update."""
 
     def update(self, ready: Sequence[StageGradients], scales: Mapping[str, float]) -> None:
         """Stage the next version of every adapter and its state."""
@@ -63,6 +72,72 @@ class _Old:
     staged: Mapping[str, StagedShard]
 
 
+class FlatUpdates(Updates):
+    """All stages as if they were one tensor, between two copies, before anybody looks."""
+
+    def __init__(
+        self,
+        model: AdaptedModel,
+        txn: ShardTransaction,
+        order: StepOrder,
+        views: Mapping[str, ShardView],
+        states: Mapping[str, ShardView],
+        runs: Runs,
+        copies: SmallCopies,
+    ) -> None:
+        super().__init__(model, txn, order, views)
+        self._states = states
+        self._runs = runs
+        self._copies = copies
+        self._staged: dict[str, StagedShard] = {}
+
+    def begin(self, ready: Sequence[StageGradients], scales: Mapping[str, Tensor]) -> None:
+        """See `Updates`."""
+        runs, rule, device = self._runs, self._model.step.optimizer, self._model.step.device
+        shards = {f"adapters/{name}": view for name, view in self._views.items()}
+        shards |= {f"optim/{name}": view for name, view in self._states.items()}
+        image = self._copies.run_to_device(runs, shards)
+        params, states = runs.flat_adapters(image), runs.flat_states(image)
+        gradient = runs.flat({each.stage.name: each.gradients for each in ready})
+        if len({id(scale) for scale in scales.values()}) == 1:
+            gradient.mul_(next(iter(scales.values())))
+        else:
+            for name, part in runs.by_stage(gradient).items():
+                part.mul_(scales[name])
+        state = {f"all.{kind}": row for kind, row in states.items()}
+        rule.update(
+            device,
+            ShardUpdate(
+                name="adapters",
+                params={"all": params},
+                state=state,
+                new_params={"all": params},
+                new_state=state,
+                gradients={"all": gradient},
+                gradient_scale=1.0,
+                learning_rate=self._order.learning_rate,
+                step=self._order.step,
+            ),
+        )
+        runs.put_states(image, states)
+        self._copies.run_to_host(image)
+        # Staging takes a host a while, and here the device has work.
+        self._staged = {shard: self._txn.stage(shard, like=view) for shard, view in shards.items()}
+
+    def forget(self) -> None:
+        """See `Updates`."""
+        for shard in self._staged:
+            self._txn.discard(shard)
+        self._staged = {}
+
+    def update(self, ready: Sequence[StageGradients], scales: Mapping[str, float]) -> None:
+        """See `Updates`."""
+        self._model.step.device.wait()
+        for shard in self._copies.fill(self._runs, self._staged):
+            self._staged[shard].seal()
+        self._staged = {}
+
+
 class UpdatesAtOnce(Updates):
     """All stages in a few kernels, between two copies."""
 
@@ -78,7 +153,7 @@ class UpdatesAtOnce(Updates):
         self._copies = copies
         self._old: _Old | None = None
 
-    def bring(self) -> None:
+    def begin(self, ready: Sequence[StageGradients], scales: Mapping[str, Tensor]) -> None:
         """See `Updates`."""
         states = {name: self._txn.read(f"optim/{name}") for name in self._views}
         shards = {f"adapters/{name}": view for name, view in self._views.items()}
@@ -154,4 +229,9 @@ def updates_of(
     """Give what updates the adapters of a step."""
     if model.base is None:
         return Updates(model, txn, order, views)
+    if isinstance(model.step.optimizer, ELEMENTWISE):
+        states = {name: txn.read(f"optim/{name}") for name in views}
+        runs = Runs.of(views, states)
+        if runs is not None:
+            return FlatUpdates(model, txn, order, views, states, runs, model.base.copies)
     return UpdatesAtOnce(model, txn, order, views, model.base.copies)

@@ -95,7 +95,7 @@ class AdamW:
             for gradient in gradients:
                 gradient.mul_(shard.gradient_scale)
         # The function counts the step up before it uses it.
-        before = torch.tensor(float(shard.step - 1), device=device.torch_device)
+        before = torch.full((), float(shard.step - 1), device=device.torch_device)
         adamw(
             values[0::3],
             gradients,

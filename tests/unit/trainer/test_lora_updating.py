@@ -1,0 +1,156 @@
+"""Are adapters that are updated as one tensor those that are updated one after the other?
+
+The host stands for a device here: the same copies, runs and rule, and nothing behind the back.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import shardb
+from shardb import torch_adaptor
+from tests.support.adapters import (
+    Named,
+    adapter_engine,
+    differing,
+    imported_store,
+    plant_adapters,
+    settings_of,
+)
+from trainer.device import Device
+from trainer.errors import GradientOverflowError
+from trainer.lora import runs, updating
+from trainer.lora.engine import AdapterEngine
+from trainer.lora.feeding import DeviceBase
+from trainer.lora.runs import Runs
+from trainer.lora.updating import FlatUpdates, UpdatesAtOnce
+from trainer.step import StepResult
+
+STEPS = 3
+RULES = {
+    "adamw": {},
+    "adamw, one norm a shard": {"grad_clip_mode": "shard"},
+    "adamw, not clipped": {"grad_clip_mode": "none"},
+    "lion": {"optimizer": "lion"},
+}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with random adapters."""
+    _, store = imported_store(tmp_path_factory.mktemp("updating"), "llama")
+    return store
+
+
+def fed_engine(store: Path, options: Mapping[str, object]) -> AdapterEngine:
+    """Give an engine that updates as on a device."""
+    engine = adapter_engine(store, settings_of("llama", rank=16), max_grad_norm=0.05, **options)
+    base = DeviceBase(Device.from_name("cpu"), engine.options.torch_dtype)
+    object.__setattr__(engine.adapted, "base", base)
+    return engine
+
+
+def stepped(source: Path, root: Path, engine: AdapterEngine) -> tuple[Named, list[StepResult]]:
+    """Make some steps in a copy of a store; give adapters and state, and what steps said."""
+    store = root / f"store-{len(list(root.iterdir()))}"
+    shutil.copytree(source, store)
+    plant_adapters(store, engine)
+    results = []
+    with shardb.open(store) as opened:
+        for step in range(1, STEPS + 1):
+            rows = [np.random.default_rng(step).integers(3, 64, (2, 13)) for _ in range(2)]
+            with opened.begin() as txn:
+                results.append(engine.train_step(txn, rows, step=step, learning_rate=0.01))
+                txn.commit(step=step + 1)
+        with opened.at() as view:
+            found = {
+                f"{shard}:{name}": tensor.clone()
+                for shard in engine.shard_specs()
+                for name, tensor in torch_adaptor.tensors(view.read(shard)).items()
+            }
+    return found, results
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, way: type) -> list[object]:
+    """Note who updates."""
+    seen: list[object] = []
+    raw: Callable[..., None] = way.update  # type: ignore[attr-defined]
+
+    def update(self: object, *given: object) -> None:
+        seen.append(self)
+        raw(self, *given)
+
+    monkeypatch.setattr(way, "update", update)
+    return seen
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_flat_is_one_after_the_other(
+    rule: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flat, at_once = watched(monkeypatch, FlatUpdates), watched(monkeypatch, UpdatesAtOnce)
+    found, said = stepped(store, tmp_path, fed_engine(store, RULES[rule]))
+    assert len(flat) == STEPS
+    monkeypatch.setattr(updating, "ELEMENTWISE", ())
+    expected, expected_said = stepped(store, tmp_path, fed_engine(store, RULES[rule]))
+    assert (len(flat), len(at_once)) == (STEPS, STEPS)
+    assert differing(found, expected) == []
+    for mine, theirs in zip(said, expected_said, strict=True):
+        assert (mine.grad_norm, mine.clip_scale) == (theirs.grad_norm, theirs.clip_scale)
+        assert mine.shard_norms == theirs.shard_norms
+        assert (mine.clip_scale < 1.0) == (RULES[rule].get("grad_clip_mode") != "none")
+
+
+def test_state_in_another_order_is_noticed(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, _ = stepped(store, tmp_path, fed_engine(store, {}))
+    raw = Runs.flat
+
+    def turned(self: Runs, tensors: Mapping[str, Mapping[str, Tensor]]) -> Tensor:
+        """Give the first two elements of all in the other order."""
+        row = raw(self, tensors)
+        return torch.cat([row[:, 1:2], row[:, :1], row[:, 2:]], dim=1)
+
+    monkeypatch.setattr(Runs, "flat", turned)
+    other, _ = stepped(store, tmp_path, fed_engine(store, {}))
+    assert len(differing(found, other)) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "whole"),
+    [({"optimizer": "adafactor"}, 16), ({"optimizer_state_dtype": "bf16"}, 16), ({}, 4096)],
+    ids=["rows and columns", "other state", "odd sizes"],
+)
+def test_what_is_not_flat_is_updated_tensor_by_tensor(
+    options: dict[str, object],
+    whole: int,
+    store: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flat, at_once = watched(monkeypatch, FlatUpdates), watched(monkeypatch, UpdatesAtOnce)
+    monkeypatch.setattr(runs, "WHOLE_ELEMENTS", whole)
+    stepped(store, tmp_path, fed_engine(store, options))
+    assert (len(flat), len(at_once)) == (0, STEPS)
+
+
+def test_a_step_whose_gradients_overflow_is_forgotten(store: Path, tmp_path: Path) -> None:
+    engine = fed_engine(store, {"dtype": "fp16"})
+    copied = tmp_path / "store"
+    shutil.copytree(store, copied)
+    plant_adapters(copied, engine)
+    rows = [np.random.default_rng(1).integers(3, 64, (2, 13))]
+    with shardb.open(copied) as opened, opened.begin() as txn:
+        with pytest.raises(GradientOverflowError):
+            engine.train_step(txn, rows, step=1, learning_rate=0.01, loss_scale=2.0**30)
+        result = engine.train_step(txn, rows, step=1, learning_rate=0.01)
+        txn.commit(step=2)
+    assert result.updated_shards == len(engine.adapted.owners)
