@@ -70,6 +70,7 @@ class SmallCopies:
         self._device = device
         self._in = _Buffer(device, lanes, WHAT)
         self._out = _Buffer(device, lanes, WHAT)
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="adapters")
         self._rows = [_Buffer(device, lanes, ROWS) for _ in range(2)]
 
     def to_device(self, stored: Mapping[str, Tensor]) -> tuple[SlotForm, Tensor]:
@@ -116,8 +117,7 @@ class SmallCopies:
             np.copyto(body, source[start : start + body.nbytes])
             return shard
 
-        with ThreadPoolExecutor(THREADS, thread_name_prefix="adapters") as pool:
-            yield from pool.map(copy, shards)
+        return self._pool.map(copy, shards)
 
     def rows_of(self, table_VD: Tensor, ids: Tensor) -> Tensor:
         """Look ids up in a table in host memory; give the rows on the device."""
