@@ -21,6 +21,8 @@ ROWS, IN, OUT, RANK = 768, 640, 512, 16
 SCALE = 2.5
 # Errors differ by luck, and on a device by how sums are cut.
 NO_WORSE = 1.1
+# Of bf16: a compiler may round once where PyTorch's own kernels round twice.
+HALF_ROUNDING = 2.0**-8
 
 
 class Given:
@@ -143,7 +145,7 @@ def check_history(function: Callable[..., Tensor], device: str) -> None:
     found, expected = gone_back(function, Given(device)), gone_back(as_usual, Given(device))
     assert [f.dtype for f in found] == [e.dtype for e in expected]
     for mine, theirs in zip(found[:3], expected[:3], strict=True):
-        assert torch.equal(mine, theirs) or error(mine, theirs.double()) < 1e-3
+        assert error(mine, theirs.double()) < HALF_ROUNDING
     for mine, theirs in zip(found[3:], expected[3:], strict=True):
         assert error(mine, theirs.double()) < 1e-6
 
