@@ -79,10 +79,18 @@ def predicted_adapter_phases(
 def _walked(
     shape: StepShape, blocks: int, *, lora: LoraSettings, is_host: bool
 ) -> Mapping[str, int]:
+    trace = MemoryTrace(block_bytes=(lambda size: size) if is_host else block_bytes)
+    lasting = walk_through(shape, blocks, lora, trace, is_host=is_host)
+    return {phase: held + lasting for phase, held in trace.peaks.items()}
+
+
+def walk_through(
+    shape: StepShape, blocks: int, lora: LoraSettings, trace: MemoryTrace, *, is_host: bool
+) -> int:
+    """Walk through a step with so many blocks; give what lasts and `trace` has not seen."""
     config = replace(shape.model, num_layers=blocks)
     dtype = shape.options.torch_dtype
     make_tables(shape, angles_on_device=True)
-    trace = MemoryTrace(block_bytes=(lambda size: size) if is_host else block_bytes)
     trunk = [adapted(stage, lora) for stage in build_trunk(config)]
     walk_of = _HostWalk if is_host else _DeviceWalk
     walk = walk_of(trace, shape, trunk, adapted(build_head(config), lora))
@@ -95,7 +103,7 @@ def _walked(
     handed = 0 if is_apart else handed_bytes(config, shape.micro_batch_size, shape.seq_len, dtype)
     with trace, HostAttention() if is_host else FusedAttention():
         walk.step(ids)
-    return {phase: held + handed for phase, held in trace.peaks.items()}
+    return handed
 
 
 class _AdapterWalk(ABC):
