@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import sys
 from typing import Any, NoReturn
 
 import typer
 
 from shardb.errors import EXIT_CODES, ShardbError
+from trainer.ending_signals import ending_signals
 
 _OS_EXIT_CODES = {errno.ENOSPC: 6, errno.EDQUOT: 6, errno.EIO: 7}
 
@@ -51,10 +51,10 @@ def answer(app: typer.Typer, arguments: list[str], name: str) -> int:
 
 def run_command(command: Any, help_text: str, name: str) -> NoReturn:
     """Be a command that an interrupt or SIGTERM ends through every `finally`; exits the process."""
-    let_waiting_threads_sleep()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        sys.exit(answer(new_app(command, help_text), sys.argv[1:], name))
+        with ending_signals():
+            let_waiting_threads_sleep()
+            sys.exit(answer(new_app(command, help_text), sys.argv[1:], name))
     except KeyboardInterrupt:
         sys.exit(130)
 
