@@ -62,6 +62,7 @@ class Budget:
     snapshots: int
     memory: Mapping[str, int]
     activations: str = "recompute"
+    activations_why: str = ""  # beside a frozen base
     active_copies: int = 0
     placement: str = "vram"
     placement_why: str = ""

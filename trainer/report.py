@@ -34,6 +34,7 @@ def report_json(recipe: Recipe, settings: Settings, budget: Budget) -> dict[str,
             "memory_bytes_estimate": budget.memory_bytes,
             "memory": dict(budget.memory),
             "activations": budget.activations,
+            "activations_why": budget.activations_why,
         },
     }
 
@@ -53,10 +54,15 @@ def report_text(recipe: Recipe, settings: Settings, budget: Budget) -> str:
         f"store       {in_bytes(budget.store_bytes)} at most: {budget.copies} copies{snapshots}",
         *_active_lines(settings, budget),
         f"written     {in_bytes(budget.commit_bytes)} {_each(settings)}{in_all}",
-        f"memory      about {in_bytes(budget.memory_bytes)}; {_ACTIVATIONS[budget.activations]}",
+        f"memory      about {in_bytes(budget.memory_bytes)}; {_kept_text(budget)}",
         *(f"  {part:<32}  {in_bytes(size):>12}" for part, size in budget.memory.items()),
     ]
     return "\n".join(lines)
+
+
+def _kept_text(budget: Budget) -> str:
+    why = f" ({budget.activations_why})" if budget.activations_why else ""
+    return _ACTIVATIONS[budget.activations] + why
 
 
 _ACTIVATIONS = {

@@ -111,9 +111,13 @@ def test_a_branch_with_other_adapters_costs_only_them(data: Path, tmp_path: Path
         assert sizes["wide"] > sizes["main"] == sizes["faster"]
 
 
-def test_poisoned_buffers_change_nothing(data: Path, tmp_path: Path) -> None:
+def test_poisoned_buffers_and_what_is_kept_change_nothing(data: Path, tmp_path: Path) -> None:
     found = []
-    for name, more in (("plain", ()), ("poisoned", ("--poison-buffers",))):
+    ways = {
+        "plain": ("--activations", "recompute"),
+        "poisoned": ("--poison-buffers", "--activations", "keep"),
+    }
+    for name, more in ways.items():
         _, store = imported_store(tmp_path / name, "llama")
         assert train_here(flags(store, data, *more, "--max-steps", "2")) == 0
         found.append(step_records(store)[2].shards)

@@ -22,6 +22,7 @@ from trainer.budget import (
     with_ram_disk,
 )
 from trainer.device import Device
+from trainer.lora.eager_way import eager_way
 from trainer.lora.nf4 import packed_shapes
 from trainer.lora.slots import placed_bytes
 from trainer.lora.targets import adapter_parameters, adapter_specs, check_targets
@@ -60,7 +61,16 @@ def adapter_budget(
         base_bytes=base_bytes(stages, lora),
         copies=copies,
     )
-    memory = _memory(recipe, lora, settings, found)
+    kept, kept_why = eager_way(
+        recipe,
+        lora,
+        settings,
+        placement=placement,
+        host_bytes=lambda kept: sum(_memory(recipe, lora, settings, found, kept).values()),
+        shape=lambda kept: step_shape(recipe, settings, kept, placement),
+    )
+    found = replace(found, activations=kept, activations_why=kept_why)
+    memory = _memory(recipe, lora, settings, found, kept)
     return replace(found, memory=with_ram_disk(replace(found, memory=memory), settings, store))
 
 
@@ -77,9 +87,12 @@ def adapter_shard_bytes(recipe: Recipe, lora: LoraSettings, stages: list[Stage])
 
 
 def _memory(
-    recipe: Recipe, lora: LoraSettings, settings: Settings, budget: Budget
+    recipe: Recipe, lora: LoraSettings, settings: Settings, budget: Budget, kept: str
 ) -> dict[str, int]:
-    """Give the parts of host memory; the mapped base is the system's to take back."""
+    """Give the parts of host memory; the mapped base is the system's to take back.
+
+    kept: what a step keeps between its two passes.
+    """
     parts = {
         "the runtime": RUNTIME_BYTES,
         "the next commit's shards": budget.commit_bytes,
@@ -88,7 +101,7 @@ def _memory(
     if not _is_host(recipe):
         away = budget.boundary_bytes if budget.placement == "host" else 0
         return parts | {"boundary activations": away}
-    shape = step_shape(recipe, settings, "recompute", budget.placement)
+    shape = step_shape(recipe, settings, kept, budget.placement)
     tensors = predicted_adapter_bytes(shape, lora, is_host=True)
     return parts | {TENSORS: tensors, HOLES: int(HEAP_HOLES * tensors)}
 

@@ -1,0 +1,81 @@
+"""Do blocks that are not compiled keep what their first pass computed where there is room?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.support.adapters import imported_store
+from tests.support.training import make_data
+from trainer.budget import TENSORS
+from trainer.errors import InputError
+from trainer.found import find_run
+from trainer.lora import eager_way as choosing
+from trainer.lora.budget import adapter_budget
+from trainer.plan import Plan, make_plan
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Give what a run with adapters is asked for."""
+    root = tmp_path_factory.mktemp("eager")
+    _, store = imported_store(root, "llama")
+    data = make_data(root / "data")
+    return {
+        "store": str(store),
+        "data_dir": str(data / "train"),
+        "device": "cpu",
+        "lora_rank": 4,
+        "micro_batch_size": 4,
+    }
+
+
+def plan_of(asked: dict[str, Any], **more: Any) -> Plan:
+    given = {**asked, **more}
+    return make_plan(find_run(given), given, [])
+
+
+def test_memory_decides_and_a_dry_run_says_why(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = plan_of(asked).budget
+    assert kept.activations == "keep"
+    assert "takes" in kept.activations_why
+    again = plan_of(asked, activations="recompute").budget
+    assert again.activations == "recompute"
+    assert again.activations_why == "asked for by --activations"
+    assert kept.memory[TENSORS] > again.memory[TENSORS]
+    free = int(1.9 * kept.memory_bytes)
+    monkeypatch.setattr(choosing, "machine_memory", lambda: (free, free))
+    assert plan_of(asked).budget.activations == "recompute"
+    assert "over half" in plan_of(asked).budget.activations_why
+    assert plan_of(asked, activations="keep").budget == replace(
+        kept, activations_why="asked for by --activations"
+    )
+
+
+def test_a_device_keeps_what_its_budget_has_room_for(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(asked)
+
+    def way(**settings: Any) -> tuple[str, str]:
+        assert plan.recipe.lora is not None
+        asked = replace(plan.settings, **settings)
+        found = adapter_budget(plan.recipe, plan.recipe.lora, asked, plan.store, copies=2)
+        return found.activations, found.activations_why
+
+    monkeypatch.setattr(choosing.Device, "is_host", False)
+    assert way() == ("recompute", "no --vram-budget says how much of the device they may take")
+    assert way(vram_budget="4GiB")[0] == "keep"
+    few = way(vram_budget="34MiB")
+    assert few[0] == "recompute"
+    assert "of --vram-budget 35.65 MB" in few[1]
+    assert way(vram_budget="4GiB", activation_placement="host")[0] == "recompute"
+
+
+def test_what_is_for_compiled_blocks_is_refused(asked: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="--activations attention is for compiled blocks"):
+        plan_of(asked, activations="attention")
