@@ -54,7 +54,7 @@ MIXTURES: Mapping[str, Mapping[str, int]] = MappingProxyType(
     }
 )
 # Rows of the half that chooses: whole batches, however large a run's batches are.
-CHOOSING_ROWS = 64
+WHOLE_ROWS = 64
 SAMPLE_SEED = 0
 
 
@@ -129,7 +129,7 @@ def _write_held_out(data: Path, out: Path, facts: Mapping[str, Any]) -> int:
     held = read_rows(data / "val")
     choosing, reporting = halves(held, _ranges(facts["val"]), facts["end_of_text_id"])
     rows = np.concatenate(list(choosing.values()))
-    whole = len(rows) // CHOOSING_ROWS * CHOOSING_ROWS or len(rows)
+    whole = len(rows) // WHOLE_ROWS * WHOLE_ROWS or len(rows)
     write_rows(out / "val", rows[:whole])
     report = out / "report"
     report.mkdir()

@@ -30,9 +30,7 @@ SMALL: Flags = {
     "num-heads": 5,
     "intermediate-size": 800,
 }
-LONG_STEPS = 6400
-LONG_BATCH_ROWS = 64
-SEARCH_TOKENS = LONG_STEPS * LONG_BATCH_ROWS * ROW_TOKENS // PARTS
+SEARCH_TOKENS = 20 << 20
 WARMUP_SHARE = 0.05
 VALIDATIONS = 16
 CHOOSING_ROWS = 192
@@ -110,16 +108,14 @@ def small_arm(scale: Scale, recipe: Recipe) -> Arm:
 def recipe_flags(recipe: Recipe, rate: float, steps: int) -> Flags:
     """Give the flags of a recipe for a run of so many steps, its schedule ending with the last."""
     shape, floor = SCHEDULES[recipe.schedule]
-    rows = min(recipe.batch_rows, LONG_BATCH_ROWS)
     flags = {
         **COMMON,
         "seed": recipe.seed,
         "weight-decay": recipe.weight_decay,
         "lr-schedule": shape,
         "min-lr-ratio": floor,
-        "micro-batch-size": rows,
-        "gradient-accumulation-steps": recipe.batch_rows // rows,
-        "max-validation-batches": CHOOSING_ROWS // rows,
+        "micro-batch-size": recipe.batch_rows,
+        "max-validation-batches": CHOOSING_ROWS // recipe.batch_rows,
         "validate-every": max(1, steps // VALIDATIONS),
         "durable-every": 0,
     }

@@ -134,11 +134,12 @@ def test_a_setting_changes_only_for_more_than_the_margin() -> None:
 def test_the_last_snapshots_are_averaged_and_the_best_step_is_packed() -> None:
     arm = long_arm(Scale())
     lines: list[dict[str, Any]] = [{"step": step} for step in range(1, 1050)]
-    lines[299]["validation_loss"], lines[899]["validation_loss"] = 2.0, 2.5
+    lines[249]["validation_loss"], lines[749]["validation_loss"] = 2.0, 2.5
     plain, *means = exports(lines, arm, Path("store"), Path("report"))
-    assert plain.words() == ["--ref", "best-step-300"]
-    assert means[0].words() == ["--average", "step-800,step-1000"]
-    assert [len(mean.commits) for mean in means] == [2, 4], "there are no eight"
+    assert plain.words() == ["--ref", "best-step-250"]
+    assert means[0].words() == ["--average", "step-750,step-1000"]
+    assert [len(mean.commits) for mean in means] == [2, 4]
+    assert len(exports(lines[:900], arm, Path("store"), Path("report"))) == 2, "there are no four"
     assert arm.steps * step_tokens(arm.flags) == (
         arm.flags["warmup-tokens"] + arm.flags["decay-tokens"]
     )
