@@ -165,7 +165,12 @@ class _HostFused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         query, key, value, _output, _sums, _mask = ctx.saved_tensors
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+        return *host_attention_back(query, key, value), None
+
+
+def host_attention_back(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Hold what the CPU's kernel holds on its way back."""
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
 class FusedAttention(FusedKernel):
@@ -177,10 +182,9 @@ class FusedAttention(FusedKernel):
         """See `FusedKernel`."""
         if func is F.scaled_dot_product_attention:
             query, key, value = args[:3]
-            if query.dtype.itemsize == 2 or query.shape[1] == key.shape[1]:
+            if is_fused(query, key):
                 return _Fused.apply(query, key, value)  # type: ignore[no-untyped-call]
-            # In fp32 no fused kernel shares key heads: PyTorch computes the formula.
-        return None
+        return None  # PyTorch computes the formula
 
 
 class _Fused(torch.autograd.Function):
@@ -201,21 +205,31 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value, _output, _sums = ctx.saved_tensors
-        rows, heads, positions, width = query.shape
-        padded = _padded(positions, POSITIONS_PADDED_TO)
-        parts = 1
-        if query.dtype.itemsize == 2:
-            parts = max(1, math.ceil(MULTIPROCESSORS / (rows * heads)))
-        summed = query.new_empty(
-            parts, rows, padded, heads, _padded(width, HEAD_PADDED_TO), dtype=torch.float32
-        )
-        deltas = query.new_empty(rows, heads, padded, dtype=torch.float32)
-        wide = None
-        if heads != key.shape[1]:  # keys and values have a gradient a query head, then a sum
-            wide = (torch.empty_like(query), torch.empty_like(query))
-        found = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        del summed, deltas, wide
-        return found
+        return attention_back(query, key, value)
+
+
+def is_fused(query: Tensor, key: Tensor) -> bool:
+    """Say whether a CUDA device has a kernel: in fp32 none shares key heads."""
+    return query.dtype.itemsize == 2 or query.shape[1] == key.shape[1]
+
+
+def attention_back(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Hold what a CUDA device's kernel holds on its way back."""
+    rows, heads, positions, width = query.shape
+    padded = _padded(positions, POSITIONS_PADDED_TO)
+    parts = 1
+    if query.dtype.itemsize == 2:
+        parts = max(1, math.ceil(MULTIPROCESSORS / (rows * heads)))
+    summed = query.new_empty(
+        parts, rows, padded, heads, _padded(width, HEAD_PADDED_TO), dtype=torch.float32
+    )
+    deltas = query.new_empty(rows, heads, padded, dtype=torch.float32)
+    wide = None
+    if heads != key.shape[1]:  # keys and values have a gradient a query head, then a sum
+        wide = (torch.empty_like(query), torch.empty_like(query))
+    found = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    del summed, deltas, wide
+    return found
 
 
 def _inside(func: Any, args: tuple[Any, ...]) -> int:

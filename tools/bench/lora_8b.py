@@ -206,6 +206,7 @@ def given_of(arguments: argparse.Namespace, root: Path, index: int, case: Case) 
         "gradient_accumulation_steps": case.accumulation,
         "lm_head_chunk_tokens": case.chunk,
         "activation_placement": arguments.activation_placement,
+        "activations": arguments.activations if case.compiled else "auto",
         "compile_blocks": case.compiled,
         "learning_rate": 1e-4,
         "warmup_tokens": 100_000,
@@ -317,6 +318,7 @@ def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--targets", default="q_proj,v_proj")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--activation-placement", default="host")
+    parser.add_argument("--activations", default="auto", help="of cases that are compiled")
     parser.add_argument("--profile", type=Path, help="file for the kernels of the first case")
     parser.add_argument("--limit-seconds", type=float, default=160)
     parser.add_argument("--json", type=Path, help="file for the rows")

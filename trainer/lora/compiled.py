@@ -1,47 +1,51 @@
 """Adapted blocks as compiled functions: fewer, larger kernels, and in a replay no idle product.
 
-Owns the compiled functions, one set a model geometry and set of adapters. Knows nothing of where
-weights come from. Compiled kernels round otherwise than PyTorch's own, so whether blocks are
-compiled belongs to a run's recipe; the invariant is that of `trainer.model.compiled`: a forward
-pass is always the one that autograd would keep.
+Owns the compiled functions, one set a model geometry and set of adapters, and what a block leaves
+for its replay. Knows nothing of where weights come from or of where what is left waits. Compiled
+kernels round otherwise than PyTorch's own, so whether blocks are compiled belongs to a run's
+recipe. Invariant: each piece of a block is one function, called forward in both passes and back in
+the second, so that a replay sees the bits of the first pass, whether they were kept or not.
 
-A block is cut in front of its last product. That one is added to the output and goes nowhere else:
-who computes the block again for its gradients has no use for it.
+The last product is added to the output and goes nowhere else: who computes the block again for its
+gradients has no use for it. What was kept is not computed again either: attention, and the sum of
+its projection and the input.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from trainer.lora.attention import Attention, attention_for
+from trainer.lora.pieces import GATES, GROUPS, INPUTS, LAST, OUTPUT, Group, Pieces
 from trainer.lora.stages import AdaptedStage
-from trainer.model import low_rank
-from trainer.model.adapters import A_ENDS, B_ENDS, Adapter
-from trainer.model.compiled import Blocks, compiled, leaf, with_history
-from trainer.model.layers import AdaptedWeight, linear
+from trainer.model.adapter_settings import LoraSettings
+from trainer.model.compiled import Blocks, compiled_closed, leaf, told
 from trainer.model.stages import Block, Stage
 
-# Modules of a native block that take the same input.
-INPUTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-OUTPUT = ("self_attn.o_proj",)
-GATES = ("mlp.gate_proj", "mlp.up_proj")
+Named = Mapping[str, Tensor]
+Called = Callable[..., Any]
 
 
 class CompiledAdapted(Blocks):
     """Runs native blocks with adapters; a block whose weights are bound packed is left out."""
 
     def __init__(self) -> None:
-        self._functions: dict[tuple[object, ...], _Functions] = {}
+        self._functions: dict[tuple[object, ...], Functions] = {}
 
     def takes(self, stage: Stage) -> bool:
         """Say whether a stage runs compiled."""
         return isinstance(stage, AdaptedStage) and isinstance(stage.inner, Block)
+
+    def functions(
+        self, block: Block, lora: LoraSettings, weights: Sequence[str], leaves: Sequence[str]
+    ) -> Functions:
+        """Give the pieces of blocks like this one."""
+        return Functions(Pieces(block, lora), weights, leaves)
 
     def run(self, stage: Stage, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Compute a block's output, with its history where gradients are wanted.
@@ -52,170 +56,200 @@ class CompiledAdapted(Blocks):
             InputError: this machine cannot compile (no C compiler, no Triton).
         """
         assert isinstance(stage, AdaptedStage)
-        block = stage.inner
+        block, binding = stage.inner, stage.binding
         assert isinstance(block, Block)
-        weights = dict(stage.binding.weights())
+        weights = binding.weights()
         key = (block.config, tuple(params), stage.lora)
         if key not in self._functions:
-            self._functions[key] = _functions(stage, block, list(weights), list(params))
+            self._functions[key] = self.functions(block, stage.lora, [*weights], [*params])
         functions = self._functions[key]
-        leaves = {name: leaf(tensor) for name, tensor in params.items()}
-        matrix = weights.pop(functions.last_name)
-        at_last = [leaves.pop(name) for name in functions.last_adapter]
-        inputs = ([*weights.values()], [*leaves.values()], leaf(x), *block.angles(x))
-        parts = with_history(functions.first, *inputs)
-        ended = (functions, stage.binding.is_replay, *parts, matrix, *at_last)
-        output: Tensor = _Ended.apply(*ended)  # type: ignore[no-untyped-call]
+        visit = _Visit(functions, block.angles(x), binding.left, is_replay=binding.is_replay)
+        if not torch.is_grad_enabled():
+            return visit.forward(weights, params, x)
+        names = _Names(leaves=[*params], weights=[*weights])
+        given = (visit, names, leaf(x), *map(leaf, params.values()), *weights.values())
+        output: Tensor = _WithHistory.apply(*given)  # type: ignore[no-untyped-call]
         return output
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Functions:
-    """What comes before a block's last product, and that product both ways.
+class Functions:
+    """The pieces of blocks of one geometry, compiled, and the names of what they take.
 
-    last_adapter: the names of its adapter's two matrices, where it has one.
+    attention: what computes it; what the first heads ask for, where nothing is said.
     """
 
-    first: Callable[..., Any]
-    last_name: str
-    last_adapter: Sequence[str]
-    last: Callable[..., Tensor]
-    last_back: Callable[..., tuple[Tensor, ...]]
+    def __init__(
+        self,
+        pieces: Pieces,
+        weights: Sequence[str],
+        leaves: Sequence[str],
+        *,
+        compiler: Callable[[Called], Called] | None = None,
+        attention: Attention | None = None,
+    ) -> None:
+        self.weights, self.leaves = weights, leaves
+        self._compiler = compiler or compiled_closed
+        self._attention = attention
+        self.heads = self._piece(INPUTS, pieces.heads)
+        self.heads_back = self._piece(INPUTS, pieces.heads_back)
+        self.summed = self._piece(OUTPUT, pieces.summed)
+        self.summed_back = self._piece(OUTPUT, pieces.summed_back)
+        self.gated = self._piece(GATES, pieces.gated)
+        self.gated_back = self._piece(GATES, pieces.gated_back)
+        self.last = self._piece(LAST, pieces.last)
+        self.last_back = self._piece(LAST, pieces.last_back)
+
+    def attention(self, heads: Sequence[Tensor]) -> Attention:
+        """Give what computes attention."""
+        if self._attention is None:
+            self._attention = attention_for(*heads)
+        return self._attention
+
+    def by_leaf(self, *found: Sequence[Tensor]) -> list[Tensor]:
+        """Give the gradients of adapters, which come by group, in the order of all leaves."""
+        named: dict[str, Tensor] = {}
+        for group, tensors in zip(GROUPS, found, strict=True):
+            named |= zip(group.leaves(self.leaves), tensors, strict=True)
+        return [named[name] for name in self.leaves]
+
+    def _piece(self, group: Group, function: Callable[..., Any]) -> _Piece:
+        weights, leaves = group.weights(self.weights), group.leaves(self.leaves)
+
+        def called(bound: list[Tensor], adapters: list[Tensor], *inputs: Any) -> Any:
+            named = dict(zip(weights, bound, strict=True))
+            return function(named, dict(zip(leaves, adapters, strict=True)), *inputs)
+
+        return _Piece(weights=weights, leaves=leaves, function=self._compiler(called))
 
 
-class _Ended(torch.autograd.Function):
-    """The end of a block."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Piece:
+    """One compiled function; it is handed those of a block's tensors that it is about."""
+
+    weights: Sequence[str]
+    leaves: Sequence[str]
+    function: Callable[..., Any]
+
+    def __call__(self, weights: Named, leaves: Named, *inputs: Any) -> Any:
+        bound = [weights[name] for name in self.weights]
+        return told(self.function, bound, [leaves[name] for name in self.leaves], *inputs)
+
+
+class _Visit:
+    """One micro-batch in a block.
+
+    left: what the first pass leaves for the replay; None where nothing is kept.
+    """
+
+    def __init__(
+        self,
+        functions: Functions,
+        angles: tuple[Tensor, Tensor],
+        left: list[Tensor] | None,
+        *,
+        is_replay: bool,
+    ) -> None:
+        self._functions = functions
+        self._angles = angles
+        self._is_replay = is_replay
+        self._left = left
+        self._counts: Sequence[int] = ()
+
+    def forward(
+        self, weights: Named, leaves: Named, x: Tensor, history: list[Tensor] | None = None
+    ) -> Tensor:
+        """Give the output; what `back` takes is added to `history` where there is one."""
+        functions = self._functions
+        turned, beside = functions.heads(weights, leaves, x, *self._angles)
+        if self._is_replay and self._left:
+            middle = self._left
+        else:
+            middle = [*functions.attention(turned).forward(*turned)]
+            middle.append(functions.summed(weights, leaves, x, middle[0]))
+            if self._left is not None:
+                self._left += middle
+        if history is None:
+            turned, beside = [], []
+        summed = middle[2]
+        gates, low = functions.gated(weights, leaves, summed)
+        if history is not None:
+            parts = (turned, beside, middle, gates, low)
+            self._counts = [len(part) for part in parts]
+            history += [each for part in parts for each in part]
+        del turned, beside, middle, low
+        if self._is_replay:
+            return x.new_zeros(()).expand(x.shape)
+        output: Tensor = functions.last(weights, leaves, summed, *gates)
+        return output
+
+    def back(
+        self, weights: Named, leaves: Named, x: Tensor, history: list[Tensor], gradient: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Give the gradients of x and of adapters."""
+        functions = self._functions
+        turned, beside, middle, gates, low = self._parted(history)
+        mixed, sums, summed = middle
+        of_gates, of_last = functions.last_back(weights, leaves, *gates, gradient)
+        del gates
+        below = (summed, low, of_gates, gradient)
+        of_summed, of_pair = functions.gated_back(weights, leaves, *below)
+        del of_gates, low, summed, below, gradient
+        of_mixed, of_output = functions.summed_back(weights, leaves, mixed, of_summed)
+        query, key, value = turned
+        attention = functions.attention(turned)
+        of_turned = [*attention.back(of_mixed, (query, key, value), mixed, sums)]
+        del of_mixed, turned, query, key, value, mixed, sums, middle
+        inputs = (x, *self._angles, beside, of_turned, of_summed)
+        of_x, of_inputs = functions.heads_back(weights, leaves, *inputs)
+        return of_x, functions.by_leaf(of_inputs, of_output, of_pair, of_last)
+
+    def _parted(self, history: list[Tensor]) -> Iterator[list[Tensor]]:
+        for count in self._counts:
+            yield history[:count]
+            del history[:count]
+
+
+class _WithHistory(torch.autograd.Function):
+    """A visit that autograd goes back through."""
 
     @staticmethod
-    def forward(
-        ctx: Any, functions: _Functions, is_replay: bool, x: Tensor, *others: Tensor
-    ) -> Tensor:
-        ctx.functions = functions
-        ctx.save_for_backward(*others)
-        if is_replay:
-            return x.new_zeros(()).expand(x.shape)
-        x, gate, up, matrix, *adapter = (each.detach() for each in (x, *others))
-        return functions.last(x, gate, up, matrix, adapter)
+    def forward(ctx: Any, visit: _Visit, names: _Names, x: Tensor, *others: Tensor) -> Tensor:
+        ctx.visit, ctx.names = visit, names
+        history: list[Tensor] = []
+        weights, leaves = names.parted([each.detach() for each in others])
+        output = visit.forward(weights, leaves, x.detach(), history)
+        ctx.save_for_backward(x, *others, *history)
+        return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, *saved = (each.detach() for each in ctx.saved_tensors)
+        count = ctx.names.count
+        weights, leaves = ctx.names.parted(saved[:count])
+        del saved[:count]
         [gradient] = gradients
-        gate, up, matrix, *adapter = (each.detach() for each in ctx.saved_tensors)
-        found = ctx.functions.last_back(gate, up, matrix, adapter, gradient.contiguous())
-        return None, None, gradient, found[0], found[1], None, *found[2:]
+        of_x, found = ctx.visit.back(weights, leaves, x, saved, gradient.contiguous())
+        nothing = [None] * len(weights)
+        return None, None, of_x, *found, *nothing
 
 
-def _functions(
-    stage: AdaptedStage, block: Block, weights: Sequence[str], names: Sequence[str]
-) -> _Functions:
-    last = block.added_last
-    assert last is not None
-    module = last.removesuffix(".weight")
-    adapter = [name for name in (module + A_ENDS, module + B_ENDS) if name in names]
-    before = [name for name in weights if name != last]
-    others = [name for name in names if name not in adapter]
-    forward, backward = _last_product(stage.lora.scale, rounds_first=stage.is_packed)
-    return _Functions(
-        first=_compiled(stage, block.gated_turned, before, others),
-        last_name=last,
-        last_adapter=adapter,
-        last=compiled(forward),
-        last_back=compiled(backward),
-    )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Names:
+    """The adapters and frozen tensors of a block, in the order in which autograd has them."""
 
+    leaves: Sequence[str]
+    weights: Sequence[str]
 
-def _last_product(
-    scale: float, *, rounds_first: bool
-) -> tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, ...]]]:
-    """Give x + product of what the gate lets through, and its way back; `adapter` is A, B or none.
+    @property
+    def count(self) -> int:
+        """Give how many tensors there are."""
+        return len(self.leaves) + len(self.weights)
 
-    Back, what went through the gate is made again, and the value of the product is not.
-    """
-
-    def forward(
-        x: Tensor, gate: Tensor, up: Tensor, matrix: Tensor, adapter: list[Tensor]
-    ) -> Tensor:
-        through = F.silu(gate) * up
-        product = linear(through, matrix)
-        if adapter:
-            a_RI, b_OR = adapter
-            if low_rank.takes(through):
-                low = low_rank.low_of(through, a_RI)
-                return x + low_rank.added_low(
-                    product, low, b_OR, scale=scale, rounds_first=rounds_first
-                )
-            beside = Adapter(a_RI=a_RI, b_OR=b_OR, scale=scale, rounds_first=rounds_first)
-            product = beside.added_to(product, through)
-        return x + product
-
-    def backward(
-        gate: Tensor, up: Tensor, matrix: Tensor, adapter: list[Tensor], gradient: Tensor
-    ) -> tuple[Tensor, ...]:
-        inner = gradient @ matrix
-        found: Sequence[Tensor] = ()
-        if adapter and low_rank.takes(gradient):
-            of_x, *found = low_rank.back_through(F.silu(gate) * up, adapter, gradient, scale)
-            inner = inner + of_x
-        elif adapter:
-            a_RI, b_OR = adapter
-            through = (F.silu(gate) * up).to(a_RI.dtype).flatten(0, -2)
-            wide = (gradient.to(a_RI.dtype) * scale).flatten(0, -2)
-            low = wide @ b_OR
-            found = low.t() @ through, wide.t() @ F.linear(through, a_RI)
-            inner = inner + (low @ a_RI).to(inner.dtype).view(inner.shape)
-        return torch.ops.aten.silu_backward(inner * up, gate), inner * F.silu(gate), *found
-
-    return forward, backward
-
-
-def _compiled(
-    stage: AdaptedStage,
-    function: Callable[..., Any],
-    weight_names: Sequence[str],
-    names: Sequence[str],
-) -> Callable[..., Any]:
-    groups = _groups(names)
-    lora, rounds_first = stage.lora, stage.is_packed
-
-    def forward(
-        weights: list[Tensor], leaves: list[Tensor], x: Tensor, cos_TK: Tensor, sin_TK: Tensor
-    ) -> Any:
-        bound: dict[str, Any] = dict(zip(weight_names, weights, strict=True))
-        params = dict(zip(names, leaves, strict=True))
-        lows: dict[str, Tensor] = {}
-
-        def added(module: str, group: Sequence[str], output: Tensor, x: Tensor) -> Tensor:
-            in_parts = low_rank.takes(x)
-            if module not in lows:  # modules that take the same input share one product with it
-                a_RI = torch.cat([params[each + A_ENDS] for each in group])
-                low = low_rank.low_of(x, a_RI) if in_parts else F.linear(x.to(a_RI.dtype), a_RI)
-                parts = torch.split(low, lora.rank, dim=-1)
-                lows.update(dict(zip(group, parts, strict=True)))
-            if in_parts:
-                b_OR = params[module + B_ENDS]
-                return low_rank.added_low(
-                    output, lows[module], b_OR, scale=lora.scale, rounds_first=rounds_first
-                )
-            adapter = Adapter(
-                a_RI=params[module + A_ENDS],
-                b_OR=params[module + B_ENDS],
-                scale=lora.scale,
-                rounds_first=rounds_first,
-            )
-            return adapter.added_low(output, lows[module])
-
-        for group in groups:
-            for module in group:
-                matrix = bound[f"{module}.weight"]
-                bound[f"{module}.weight"] = AdaptedWeight(matrix, partial(added, module, group))
-        return function(bound, x, (cos_TK, sin_TK))
-
-    return compiled(forward)
-
-
-def _groups(names: Sequence[str]) -> list[list[str]]:
-    """Give the modules that have adapters, those together that take the same input."""
-    adapted = [name.removesuffix(A_ENDS) for name in names if name.endswith(A_ENDS)]
-    found = [[each for each in adapted if each in group] for group in (INPUTS, OUTPUT, GATES)]
-    assert sum(map(len, found)) == len(adapted), "an adapter was passed by"
-    return [group for group in found if group]
+    def parted(self, tensors: Sequence[Tensor]) -> tuple[Named, Named]:
+        """Give frozen tensors and adapters by name."""
+        names = (*self.leaves, *self.weights)
+        named = dict(zip(names, tensors, strict=True))
+        return (
+            {name: named[name] for name in self.weights},
+            {name: named[name] for name in self.leaves},
+        )

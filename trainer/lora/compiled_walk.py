@@ -1,178 +1,213 @@
 """What compiled blocks with adapters hold, on tensors without content.
 
-Owns the order of buffers of `trainer.lora.compiled`, as the compiler plans them for a block that is
-cut in front of its last product: what products take and give is there, what lies between them is
-not; autograd keeps inputs, rotated queries and keys, values, attention's output, both sums, and in
-fp32 what adapters multiply. Knows nothing of steps. Invariant: never less than a device was seen to
-take; where the compiler writes a result over what it was made of, both are counted.
+Owns the order of buffers inside the pieces of `trainer.lora.compiled`, as the compiler plans them:
+what products take and give is there, what lies between them is not. What lies between pieces, and
+how long, is that module's own order. Knows nothing of steps. Invariant: never less than a device
+was seen to take; where the compiler writes a result over what it was made of, both are counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from trainer.lora.compiled import GATES, INPUTS, OUTPUT, CompiledAdapted
-from trainer.lora.stages import AdaptedStage
+from trainer.lora.attention import Chosen
+from trainer.lora.compiled import Called, CompiledAdapted, Functions
+from trainer.lora.pieces import GATES, INPUTS, LAST, OUTPUT, Group, Pieces
 from trainer.lora.targets import linear_modules
+from trainer.model.adapter_settings import LoraSettings
 from trainer.model.adapters import A_ENDS
-from trainer.model.compiled import leaf, with_history
-from trainer.model.layers import causal_attention, split_heads
-from trainer.model.stages import Stage
+from trainer.model.layers import split_heads
+from trainer.model.stages import Block
+from trainer.vram_trace import attention_back, host_attention_back, is_fused
 
-LAST = "mlp.down_proj"
+Named = Mapping[str, Tensor]
 
 
 class WalkedBlocks(CompiledAdapted):
     """Stands for `CompiledAdapted` where memory is walked through: it takes the same stages."""
 
-    def run(self, stage: Stage, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """Hold what a block holds; give a tensor of its output's shape."""
-        assert isinstance(stage, AdaptedStage)
-        form = _Form(stage, x)
-        at_last = [leaf(each) for name, each in params.items() if name.startswith(LAST)]
-        leaves = [leaf(each) for name, each in params.items() if not name.startswith(LAST)]
-        parts = with_history(_First.apply, form, leaf(x), *leaves)
-        ended = (form, stage.binding.is_replay, *parts, *at_last)
-        output: Tensor = _Last.apply(*ended)  # type: ignore[no-untyped-call]
-        return output
+    def __init__(self, *, is_host: bool) -> None:
+        super().__init__()
+        self._is_host = is_host
+
+    def functions(
+        self, block: Block, lora: LoraSettings, weights: Sequence[str], leaves: Sequence[str]
+    ) -> Functions:
+        """Give pieces that hold what the compiled ones hold."""
+        pieces, attention = WalkedPieces(block, lora), _WalkedAttention(is_host=self._is_host)
+        return Functions(pieces, weights, leaves, compiler=_as_it_is, attention=attention)
 
 
-class _Form:
-    """Makes the tensors of one block for an input [B, T, D]."""
+def _as_it_is(function: Called) -> Called:
+    return function
 
-    def __init__(self, stage: AdaptedStage, x_BTD: Tensor) -> None:
-        self._x = x_BTD
-        self._stage = stage
-        self.config = stage.config
-        modules = linear_modules(stage.inner)
-        self._rank = stage.lora.rank
-        self._widths = {name: shape[0] for name, shape in modules.items()}
-        self.adapted = {n.removesuffix(A_ENDS) for n in stage.parameters if n.endswith(A_ENDS)}
 
-    def tensor(self, width: int, *, wide: bool = False) -> Tensor:
+class WalkedPieces(Pieces):
+    """Pieces that make tensors of the right shapes."""
+
+    def __init__(self, block: Block, lora: LoraSettings) -> None:
+        super().__init__(block, lora)
+        self._config = block.config
+        self._rank = lora.rank
+        self._widths = {name: shape[0] for name, shape in linear_modules(block).items()}
+
+    def heads(
+        self, weights: Named, leaves: Named, x: Tensor, cos_TK: Tensor, sin_TK: Tensor
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """See `Pieces`."""
+        normed = torch.empty_like(x)
+        low = self._narrowed(INPUTS, leaves, x)
+        projected = [self._product(module, leaves, x) for module in INPUTS.modules]
+        del normed
+        query, key, value = (split_heads(each, self._config.head_dim) for each in projected)
+        del projected
+        turned = [torch.empty_like(query), torch.empty_like(key), value]
+        return turned, [*([query, key] if self._config.qk_norm else []), *low]
+
+    def heads_back(
+        self,
+        weights: Named,
+        leaves: Named,
+        x: Tensor,
+        cos_TK: Tensor,
+        sin_TK: Tensor,
+        beside: list[Tensor],
+        gradients: list[Tensor],
+        summed: Tensor,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """See `Pieces`."""
+        turned = [torch.empty_like(each) for each in gradients[:2]]
+        found = self._through(INPUTS, leaves, x)
+        del turned
+        return torch.empty_like(x), found
+
+    def summed(self, weights: Named, leaves: Named, x: Tensor, mixed_BHTK: Tensor) -> Tensor:
+        """See `Pieces`."""
+        low = self._narrowed(OUTPUT, leaves, self._tensor(x, self._config.query_size))
+        found = self._product(OUTPUT.modules[0], leaves, x)
+        del low
+        return found
+
+    def summed_back(
+        self, weights: Named, leaves: Named, mixed_BHTK: Tensor, gradient: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        """See `Pieces`."""
+        wide = self._tensor(gradient, self._config.query_size)
+        return split_heads(wide, self._config.head_dim), self._through(OUTPUT, leaves, wide)
+
+    def gated(self, weights: Named, leaves: Named, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """See `Pieces`."""
+        normed = torch.empty_like(x)
+        low = self._narrowed(GATES, leaves, x)
+        found = [self._product(module, leaves, x) for module in GATES.modules]
+        del normed
+        return found, low
+
+    def gated_back(
+        self,
+        weights: Named,
+        leaves: Named,
+        x: Tensor,
+        beside: list[Tensor],
+        gradients: list[Tensor],
+        summed: Tensor,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """See `Pieces`."""
+        found = self._through(GATES, leaves, x)
+        return torch.empty_like(x), found
+
+    def last(self, weights: Named, leaves: Named, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+        """See `Pieces`."""
+        through = torch.empty_like(gate)
+        low = self._narrowed(LAST, leaves, through)
+        found = self._product(LAST.modules[0], leaves, x)
+        del through, low
+        return found
+
+    def last_back(
+        self, weights: Named, leaves: Named, gate: Tensor, up: Tensor, gradient: Tensor
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """See `Pieces`."""
+        inner = torch.empty_like(gate)
+        through = torch.empty_like(gate) if leaves else None
+        found = self._through(LAST, leaves, gate, ways=0)
+        del through
+        of_gates = [torch.empty_like(gate), torch.empty_like(up)]
+        del inner
+        return of_gates, found
+
+    def _tensor(self, x: Tensor, width: int, *, wide: bool = False) -> Tensor:
         """Give [B, T, width], in fp32 where it is wide."""
-        dtype = torch.float32 if wide else self._x.dtype
-        return self._x.new_empty(*self._x.shape[:-1], width, dtype=dtype)
+        return x.new_empty(*x.shape[:-1], width, dtype=torch.float32 if wide else x.dtype)
 
-    def input_of(self, modules: tuple[str, ...], width: int) -> list[Tensor]:
-        """Give what adapters of some modules keep.
+    def _adapted(self, group: Group, leaves: Named) -> list[str]:
+        return [module for module in group.modules if module + A_ENDS in leaves]
 
-        Their input in fp32, its product with them, and their first matrices side by side.
-        """
-        count = len(self.adapted.intersection(modules))
-        if not count:
+    def _narrowed(self, group: Group, leaves: Named, x: Tensor) -> list[Tensor]:
+        """Give what adapters keep; their input is there in fp32 while it is multiplied."""
+        width = len(self._adapted(group, leaves)) * self._rank
+        if not width:
             return []
-        beside = self._x.new_empty(count * self._rank, width, dtype=torch.float32)
-        return [self.tensor(width, wide=True), self.tensor(count * self._rank, wide=True), beside]
+        wide = self._tensor(x, x.shape[-1], wide=True)
+        stacked = x.new_empty(width, x.shape[-1], dtype=torch.float32)
+        low = self._tensor(x, width, wide=True)
+        del wide, stacked
+        return [low]
 
-    def product(self, module: str) -> Tensor:
+    def _product(self, module: str, leaves: Named, x: Tensor) -> Tensor:
         """Give a module's output; what its adapter adds is there while it is added."""
-        base = self.tensor(self._widths[module])
-        if module not in self.adapted:
+        base = self._tensor(x, self._widths[module])
+        if module + A_ENDS not in leaves:
             return base
-        added = self.tensor(self._widths[module], wide=True)
+        added = self._tensor(x, self._widths[module], wide=True)
         found = torch.empty_like(base)
         del added, base
         return found
 
-    def back_through(self, modules: tuple[str, ...], width: int) -> Tensor:
-        """Give the gradient of an input: the products of all ways are there when they are added.
+    def _through(
+        self, group: Group, leaves: Named, x: Tensor, *, ways: int | None = None
+    ) -> list[Tensor]:
+        """Go back through products and adapters to their input; give the adapters' gradients.
 
-        What goes into an adapter is there in fp32 while it is multiplied, one after the other.
+        The products of all ways are there when they are added. What goes into an adapter is there
+        in fp32 while it is multiplied, one after the other, and so is what it gives.
         """
-        ways = [self.tensor(width) for _ in modules]
+        held = [torch.empty_like(x) for _ in group.modules[:ways]]
+        adapted = self._adapted(group, leaves)
         lows = []
-        for name in self.adapted.intersection(modules):
-            into = self.tensor(self._widths[name], wide=True)
-            lows.append(self.tensor(self._rank, wide=True))
+        for module in adapted:
+            into = self._tensor(x, self._widths[module], wide=True)
+            lows.append(self._tensor(x, self._rank, wide=True))
             del into
-        if lows:
-            ways.append(self.tensor(width, wide=True))
-        lows.clear()
-        found = self.tensor(width)
-        ways.clear()
+        if adapted:
+            held += [torch.empty_like(x), self._tensor(x, x.shape[-1], wide=True)]
+            held.append(self._tensor(x, x.shape[-1], wide=True))
+        found = [torch.empty_like(leaves[name]) for name in group.leaves([*leaves])]
+        held.clear()
         return found
 
 
-class _First(torch.autograd.Function):
-    """A block up to its last product."""
+class _WalkedAttention(Chosen):
+    """A kernel's memory is that of `trainer.vram_trace`."""
 
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        form, _, *leaves = inputs
-        config, width = form.config, form.config.hidden_size
-        kept = [form.tensor(1, wide=True), *form.input_of(INPUTS, width)]
-        normed = form.tensor(width)
-        q, k, v = (split_heads(form.product(name), config.head_dim) for name in INPUTS)
-        turned = torch.empty_like(q), torch.empty_like(k)
-        del q, k, normed
-        with torch.enable_grad():
-            ctx.heads = [each.requires_grad_() for each in (*turned, v)]
-            del turned, v
-            ctx.mixed = causal_attention(*ctx.heads)
-        kept += form.input_of(OUTPUT, config.query_size)
-        out = form.product(*OUTPUT)
-        summed = form.tensor(width)
-        del out
-        normed = form.tensor(width)
-        kept += [form.tensor(1, wide=True), *form.input_of(GATES, width)]
-        gate, up = (form.product(name) for name in GATES)
-        del normed
-        ctx.form = form
-        ctx.save_for_backward(summed, *kept, *leaves)
-        return summed, gate, up
+    def __init__(self, *, is_host: bool) -> None:
+        self._is_host = is_host
 
-    @staticmethod
-    def backward(ctx: Any, *_gradients: Tensor) -> tuple[Tensor | None, ...]:
-        form, width = ctx.form, ctx.form.config.hidden_size
-        inner = form.back_through(GATES, width)
-        summed = form.tensor(width)
-        del inner
-        outer = form.back_through(OUTPUT, form.config.query_size)
-        wanted = split_heads(outer, form.config.head_dim)
-        found = torch.autograd.grad(ctx.mixed, ctx.heads, wanted)
-        del outer, wanted, ctx.mixed, ctx.heads
-        turned = [torch.empty_like(each) for each in found[:2]]
-        del found
-        last = form.back_through(INPUTS, width)
-        del turned, last
-        count = 2 * len(form.adapted - {LAST})
-        leaves = ctx.saved_tensors[-count:] if count else ()
-        return None, torch.empty_like(summed), *(torch.empty_like(leaf) for leaf in leaves)
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Attention`."""
+        mixed, _ = super().forward(query, key, value)
+        rows, heads, positions, _ = query.shape
+        return mixed, query.new_empty(rows, heads, positions, dtype=torch.float32)
 
-
-class _Last(torch.autograd.Function):
-    """The last product, with what it is added to."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, form: _Form, is_replay: bool, x: Tensor, gate: Tensor, up: Tensor, *leaves: Tensor
-    ) -> Tensor:
-        ctx.form = form
-        ctx.save_for_backward(gate, up, *leaves)
-        if is_replay:
-            return x.new_empty(()).expand(x.shape)
-        through = torch.empty_like(gate)
-        beside = form.input_of((LAST,), gate.shape[-1])
-        product = form.product(LAST)
-        del through, beside
-        output = torch.empty_like(x)
-        del product
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up, *leaves = ctx.saved_tensors
-        inner = torch.empty_like(gate)
-        beside = ctx.form.input_of((LAST,), gate.shape[-1])
-        others = tuple(torch.empty_like(each) for each in leaves)
-        if leaves:
-            widths = gradients[0].shape[-1], gate.shape[-1]
-            beside += [ctx.form.tensor(width, wide=True) for width in widths]
-        found = torch.empty_like(gate), torch.empty_like(up)
-        del inner, beside
-        return None, None, gradients[0], *found, *others
+    def back(
+        self, gradient: Tensor, heads: tuple[Tensor, Tensor, Tensor], mixed: Tensor, sums: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Attention`."""
+        if self._is_host:
+            return host_attention_back(*heads)
+        if is_fused(*heads[:2]):
+            return attention_back(*heads)
+        return super().back(gradient, heads, mixed, sums)

@@ -173,6 +173,16 @@ def check_options(options: EngineOptions, lora: LoraSettings) -> None:
         raise InputError("--master-weight-dtype: adapters are kept in fp32: leave it out")
     if options.global_optimizer_every:
         raise InputError("--global-optimizer-every is not for adapters: leave it out")
+    if options.activations == "attention" and not options.compile_blocks:
+        raise InputError(
+            "--activations attention is for compiled blocks: give --compile-blocks, or"
+            " --activations keep"
+        )
+    if options.activations == "attention" and options.activation_placement == "spill":
+        raise InputError(
+            "--activations attention: nothing of it is kept in a file: give --activations"
+            " recompute, or --activation-placement host"
+        )
     if options.activations == "keep" and options.compile_blocks:
         raise InputError(
             "--activations keep: beside a frozen base compiled blocks keep what attention gave, or"

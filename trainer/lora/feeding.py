@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 
 import torch
@@ -27,7 +28,7 @@ from trainer.lora.host_base import HostBase
 from trainer.lora.slots import Lease, Slot
 from trainer.lora.small_copies import SmallCopies
 from trainer.lora.stages import AdaptedStage, leased
-from trainer.pipeline.boundaries import OnHost
+from trainer.lora.waiting import OnHost
 from trainer.residency import ShardReader
 
 SLOTS = 2
@@ -186,8 +187,9 @@ class Feed:
     def visit(self, stage: AdaptedStage) -> Iterator[None]:
         """Have a stage's weights bound for a block."""
         if stage.is_table:
-            table = torch_adaptor.tensors(self._view(stage.shard))
-            with leased(stage, Lease(table, None, rows_of=self._base.copies.rows_of)):
+            view = self._view(stage.shard)
+            rows_of = partial(self._base.copies.rows_of, view.digest)
+            with leased(stage, Lease(torch_adaptor.tensors(view), None, rows_of=rows_of)):
                 yield
             return
         slot, form = self._next(stage)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from trainer.gradients import GradientSum
+from trainer.lora.away import LeavingTape
 from trainer.lora.ledger import Keeping, Ledger, Taking
 from trainer.lora.stages import AdaptedStage
 from trainer.placement import Boundary
@@ -53,8 +54,9 @@ def tape_of(
     params: Mapping[str, Tensor],
     inputs: Boundary | Sequence[Tensor],
     *,
-    keeps: bool,
+    activations: str,
 ) -> ReplayTape:
-    """Give a stage's tape; with `keeps` that of a block has ledgers."""
-    kind = LedgerTape if keeps and stage.is_block else ReplayTape
+    """Give a stage's tape, which keeps of a block what `activations` says, beside its input."""
+    kinds = {"keep": LedgerTape, "attention": LeavingTape, "recompute": ReplayTape}
+    kind = kinds[activations] if stage.is_block else ReplayTape
     return kind(stage, compute, params, inputs)

@@ -30,12 +30,24 @@ class Binding:
 
     is_replay: stages are computed again for their gradients, and nobody looks at their outputs.
     calls: who computes products and attention, where it is not the stage itself.
+    left: what a compiled block's first pass leaves for its replay; None where nothing is kept.
     """
 
     def __init__(self) -> None:
         self._lease: Lease | None = None
         self.is_replay = False
         self.calls: Calls | None = None
+        self.left: list[Tensor] | None = None
+
+    @contextmanager
+    def leaving(self, left: list[Tensor] | None) -> Iterator[None]:
+        """Let a compiled block leave something for its replay, or take what was left."""
+        assert self.left is None
+        self.left = left
+        try:
+            yield
+        finally:
+            self.left = None
 
     @contextmanager
     def calling(self, calls: Calls) -> Iterator[None]:

@@ -30,8 +30,8 @@ from trainer.lora.ledger_tape import tape_of
 from trainer.lora.model import AdaptedModel
 from trainer.lora.updating import Updates, updates_of
 from trainer.lora.visits import Adapters, Visits, brought, open_visits, read_adapters
+from trainer.lora.waiting import Waiting
 from trainer.model.micro_batch import drop_keys
-from trainer.pipeline.boundaries import Boundaries
 from trainer.step import ShardTransaction, StepOrder, StepResult
 from trainer.tape import Compute, Tape
 from trainer.timing import StepClock
@@ -67,6 +67,7 @@ class AdapterPass(GradientPass):
         self._at_end = at_end
         self._views = views
         self._adapters: Adapters = brought(model, views)
+        self._kept = model.step.options.activations
         self._away = None if model.base is None else model.base.boundaries
         if self._away is not None:
             self._compute = replace(self._compute, new_boundary=list)
@@ -116,16 +117,16 @@ class AdapterPass(GradientPass):
         if self._away is not None:
             return self._forward_away(ids, self._away)
         tapes: list[Tape] = []
-        keeps = self._adapted.step.options.activations == "keep"
-        gone_back = {stage.name for stage in self._adapted.backward} if keeps else set()
+        gone_back = {stage.name for stage in self._adapted.backward}
         for stage in self._adapted.trunk:
             given = (stage, self._compute, self._adapters.get(stage.name, {}))
             inputs = tapes[-1].outputs if tapes else ids
+            kept = self._kept if stage.name in gone_back else "recompute"
             with self._visits.visit(stage), self._measured_forward():
-                tapes.append(tape_of(*given, inputs, keeps=stage.name in gone_back))
+                tapes.append(tape_of(*given, inputs, activations=kept))
         return tapes
 
-    def _forward_away(self, ids: Sequence[Tensor], away: Boundaries) -> list[Tape]:
+    def _forward_away(self, ids: Sequence[Tensor], away: Waiting) -> list[Tape]:
         """Look the rows of a micro-batch up when the first block comes to it.
 
         The host does so while the device computes that block for the one before.
@@ -145,8 +146,9 @@ class AdapterPass(GradientPass):
                 params = self._adapters.get(stage.name, {})
                 kept = place if place >= first else None
                 given = (stage, self._compute, params, hidden, away, kept)
+                leaves = self._kept == "attention" and stage.is_block
                 with self._visits.visit(stage), self._measured_forward():
-                    tapes.append(AwayTape(*given, before=look_up))
+                    tapes.append(AwayTape(*given, before=look_up, leaves=leaves))
                 look_up = None
         return tapes
 

@@ -24,7 +24,7 @@ from trainer.device import Device
 from trainer.gradients import GradientSum, taken
 from trainer.head import head_backward
 from trainer.host_walk import SCALARS_BYTES
-from trainer.lora.away import AHEAD, AwayTape
+from trainer.lora.away import AwayTape
 from trainer.lora.compiled_walk import WalkedBlocks
 from trainer.lora.feeding import SLOTS
 from trainer.lora.forms import whole
@@ -33,11 +33,11 @@ from trainer.lora.model import backward_order, brought_bytes, slot_bytes
 from trainer.lora.slots import Lease
 from trainer.lora.stages import AdaptedStage, adapted, leased
 from trainer.lora.targets import adapter_specs, linear_modules
+from trainer.lora.waiting_walk import WalkedWaiting
 from trainer.model.adapter_settings import LoraSettings
 from trainer.model.handed import handed_bytes
 from trainer.model.micro_batch import drop_keys, stand_ins
 from trainer.model.stages import build_head, build_trunk
-from trainer.pipeline.boundaries import Boundaries
 from trainer.placement import Boundary
 from trainer.step_walk import away_boundary, kind_of
 from trainer.tape import Compute, Tape
@@ -124,11 +124,11 @@ class _AdapterWalk(ABC):
         self._backward = backward_order(trunk)
         self._head = head
         self._dtype = shape.options.torch_dtype
-        self._keeps = shape.options.activations == "keep"
+        self._kept = shape.options.activations
         keys = drop_keys(trunk[0].lora.dropout, seed=0, step=1, count=shape.accumulation)
         placement = shape.options.activation_placement
         self._spills = placement == "spill" and not self.is_host
-        self._away = _Away() if placement == "host" and not self.is_host else None
+        self._away = WalkedWaiting(trace) if placement == "host" and not self.is_host else None
         compute = Compute(
             device=Device(META),
             dtype=self._dtype,
@@ -136,7 +136,7 @@ class _AdapterWalk(ABC):
             new_boundary=away_boundary if self._spills else list,
         )
         if shape.options.compile_blocks:
-            compute = replace(compute, blocks=WalkedBlocks())
+            compute = replace(compute, blocks=WalkedBlocks(is_host=self.is_host))
         self._compute = compute.knowing(keys)
         self._slots: list[Tensor] = []
 
@@ -156,11 +156,15 @@ class _AdapterWalk(ABC):
                 if self._away is None:
                     inputs = tapes[-1].outputs if tapes else ids
                     given = (stage, self._compute, params, inputs)
-                    tapes.append(tape_of(*given, keeps=self._keeps and place >= first))
+                    kept = self._kept if place >= first else "recompute"
+                    tapes.append(tape_of(*given, activations=kept))
                 else:
-                    kept = place if place >= first else None
-                    away = AwayTape(stage, self._compute, params, hidden, self._away, kept)
-                    tapes.append(away)
+                    to = place if place >= first else None
+                    leaves = self._kept == "attention" and stage.is_block
+                    away = (stage, self._compute, params, hidden, self._away, to)
+                    tapes.append(AwayTape(*away, leaves=leaves))
+        if self._away is not None:
+            self._away.begin_replay([])
         gradients = self._through_head(tapes, ids)
         held = []
         for stage in self._backward:
@@ -227,30 +231,6 @@ class _AdapterWalk(ABC):
         own.clear()
 
 
-class _Away(Boundaries):
-    """Inputs that are not in the memory that is walked through; its slots are counted before."""
-
-    def __init__(self) -> None:
-        self._forms: dict[tuple[int, int], Tensor] = {}
-
-    def reset(self) -> None:
-        """It is made for one step."""
-
-    def keep(self, stage: int, batch: int, x: Tensor) -> None:
-        """Keep its form."""
-        self._forms[stage, batch] = x.new_empty(()).expand(x.shape)
-
-    def begin_replay(self, order: Sequence[tuple[int, int]]) -> None:
-        """They come in the order in which they are asked for."""
-
-    def take(self, stage: int, batch: int) -> Tensor:
-        """Give a tensor of the same form, whose memory is that of a slot."""
-        return self._forms[stage, batch]
-
-    def done(self) -> None:
-        """There is nothing to give back."""
-
-
 class _HostWalk(_AdapterWalk):
     """Where the host computes: adapters and values of an update are the store's own memory."""
 
@@ -296,10 +276,6 @@ class _DeviceWalk(_AdapterWalk):
         others = [stage for stage in order if not stage.is_block and not stage.is_table]
         self._uses = Counter(stage.shard for stage in others)
         self._others = {s.shard: _memory(brought_bytes(s, self._dtype)) for s in others}
-        if self._away is not None:
-            shape, width = self._shape, self._head.config.hidden_size
-            size = shape.micro_batch_size * shape.seq_len * width * self._dtype.itemsize
-            self._slots += [_memory(size) for _ in range(AHEAD)]
 
     def adapters(self) -> dict[str, dict[str, Tensor]]:
         """See `_AdapterWalk`."""

@@ -9,7 +9,8 @@ differently, and then a replay would not see what the forward pass had seen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -23,6 +24,8 @@ from trainer.model.stages import Block, Stage
 Compiled = Callable[[list[Tensor], Tensor, Tensor, Tensor], Tensor]
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
+# Forms of tensors, and what is asked of all computing.
+LOOKED_AT = ("TENSOR_MATCH", "GRAD_MODE", "DETERMINISTIC_ALGORITHMS")
 REMEDY = "give --no-compile-blocks to use PyTorch's own kernels"
 
 
@@ -78,20 +81,48 @@ def compiled(forward: F) -> F:
     return cast(F, torch.compile(forward, fullgraph=True, dynamic=False, options=_options()))
 
 
+def compiled_closed(forward: F) -> F:
+    """Compile a function that tensors alone, and what never changes, decide.
+
+    Each call looks at the tensors' forms and at nothing else. Compiled functions are found by their
+    code: each of these has its own, so that none is looked for among those of the others.
+    """
+    assert isinstance(forward, FunctionType)
+    code = forward.__code__.replace()
+    own = FunctionType(
+        code, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    options = _options() | {"guard_filter_fn": _about_tensors}
+    return cast(F, torch.compile(own, fullgraph=True, dynamic=False, options=options))
+
+
+def _about_tensors(guards: Sequence[Any]) -> list[bool]:
+    return [guard.guard_type in LOOKED_AT for guard in guards]
+
+
 def with_history(function: Callable[..., R], *inputs: object) -> R:
     """Call a compiled function as autograd would keep it, also where nothing is kept.
 
     Raises:
         InputError: this machine cannot compile (no C compiler, no Triton).
     """
-    try:
-        with torch.enable_grad():
-            found = function(*inputs)
-    except torch._dynamo.exc.TorchDynamoException as error:
-        raise InputError(f"blocks cannot be compiled here: {_first(error)}; {REMEDY}") from error
+    with torch.enable_grad():
+        found = told(function, *inputs)
     if torch.is_grad_enabled():
         return found
     return cast(R, tree_map_only(Tensor, Tensor.detach, found))
+
+
+def told(function: Callable[..., R], *inputs: object) -> R:
+    """Call a compiled function; what its compiler cannot do is said in words.
+
+    Raises:
+        InputError: this machine cannot compile (no C compiler, no Triton).
+    """
+    try:
+        return function(*inputs)
+    except torch._dynamo.exc.TorchDynamoException as error:
+        raise InputError(f"blocks cannot be compiled here: {_first(error)}; {REMEDY}") from error
 
 
 def leaf(tensor: Tensor) -> Tensor:

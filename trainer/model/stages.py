@@ -166,14 +166,35 @@ class Block(Stage):
             params["mlp.down_proj.weight"],
         )
 
-    def gated_turned(
-        self, params: Mapping[str, Tensor], x: Tensor, angles: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Give what `added_last` takes: the sum so far, the gate and what it lets through."""
-        x = self._attended(params, x, angles, None)
+    def projected(self, params: Mapping[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Give the heads of queries, keys and values of a block's input."""
+        normed = layers.rms_norm(x, params["input_layernorm.weight"], self.config.rms_norm_eps)
+        query, key, value = (self._heads(params, letter, normed) for letter in "qkv")
+        return query, key, value
+
+    def turned(
+        self,
+        params: Mapping[str, Tensor],
+        heads: tuple[Tensor, Tensor],
+        angles: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """Give queries and keys as attention takes them."""
+        query, key = (
+            layers.rotate(self._normed_heads(params, letter, each), *angles)
+            for letter, each in zip("qk", heads, strict=True)
+        )
+        return query, key
+
+    def added(self, params: Mapping[str, Tensor], x: Tensor, mixed_BTW: Tensor) -> Tensor:
+        """Add what attention gave to a block's input."""
+        output = params["self_attn.o_proj.weight"]
+        return x + layers.linear(mixed_BTW, output, params.get("self_attn.o_proj.bias"))
+
+    def gated(self, params: Mapping[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        """Give what `added_last` takes, of the sum so far: the gate and what it lets through."""
         normed = self._second_norm(params, x)
         gate = layers.linear(normed, params["mlp.gate_proj.weight"])
-        return x, gate, layers.linear(normed, params["mlp.up_proj.weight"])
+        return gate, layers.linear(normed, params["mlp.up_proj.weight"])
 
     def _attended(
         self,
@@ -182,9 +203,11 @@ class Block(Stage):
         angles: tuple[Tensor, Tensor],
         mask: Tensor | None,
     ) -> Tensor:
-        eps = self.config.rms_norm_eps
-        normed = layers.rms_norm(x, params["input_layernorm.weight"], eps)
-        return x + self._attention(params, normed, angles, mask)
+        query, key, value = self.projected(params, x)
+        mixed_BHTK = layers.causal_attention(
+            *self.turned(params, (query, key), angles), value, mask
+        )
+        return self.added(params, x, layers.merge_heads(mixed_BHTK))
 
     def _second_norm(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
         scale = params["post_attention_layernorm.weight"]
@@ -206,34 +229,15 @@ class Block(Stage):
             found["self_attn.k_norm.weight"] = _scale(config.head_dim)
         return found
 
-    def _attention(
-        self,
-        params: Mapping[str, Tensor],
-        x_BTD: Tensor,
-        angles: tuple[Tensor, Tensor],
-        mask: Tensor | None,
-    ) -> Tensor:
-        q_BHTK, k_BGTK, v_BGTK = (self._heads(params, letter, x_BTD) for letter in "qkv")
-        cos_TK, sin_TK = angles
-        mixed_BHTK = layers.causal_attention(
-            layers.rotate(q_BHTK, cos_TK, sin_TK),
-            layers.rotate(k_BGTK, cos_TK, sin_TK),
-            v_BGTK,
-            mask,
-        )
-        return layers.linear(
-            layers.merge_heads(mixed_BHTK),
-            params["self_attn.o_proj.weight"],
-            params.get("self_attn.o_proj.bias"),
-        )
-
     def _heads(self, params: Mapping[str, Tensor], letter: str, x_BTD: Tensor) -> Tensor:
         projected = layers.linear(
             x_BTD,
             params[f"self_attn.{letter}_proj.weight"],
             params.get(f"self_attn.{letter}_proj.bias"),
         )
-        heads = layers.split_heads(projected, self.config.head_dim)
+        return layers.split_heads(projected, self.config.head_dim)
+
+    def _normed_heads(self, params: Mapping[str, Tensor], letter: str, heads: Tensor) -> Tensor:
         norm_K = params.get(f"self_attn.{letter}_norm.weight")
         return heads if norm_K is None else layers.rms_norm(heads, norm_K, self.config.rms_norm_eps)
 

@@ -78,7 +78,7 @@ def test_the_last_product_is_made_once(
     found, count = run(store, engine)
     assert count == once
 
-    monkeypatch.setattr(compiled, "compiled", left_as_it_is)
+    monkeypatch.setattr(compiled, "compiled_closed", left_as_it_is)
     through, count = run(store, adapter_engine(store, lora, poison=True, compile_blocks=True))
     assert count == once
     assert all(
