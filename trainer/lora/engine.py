@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
@@ -124,10 +125,24 @@ class AdapterEngine(Engine):
             loss_scale=loss_scale,
             grad_norm_scale=grad_norm_scale,
         )
-        result = AdapterStep(self.adapted, txn, order).run(self._tokens(micro_batches))
+        at_end = partial(self._look_up_ahead, next_rows)
+        this_step = AdapterStep(self.adapted, txn, order, at_end=at_end)
+        result = this_step.run(self._tokens(micro_batches))
         if self._residency is not None:
             self._residency.stepped()
         return result
+
+    def _look_up_ahead(self, next_rows: NextRows | None) -> None:
+        """Bring the next step's first rows of embeddings to a device that is still at work."""
+        if self.adapted.base is None or next_rows is None:
+            return
+        try:
+            rows = next_rows()
+            if rows:
+                ids = Tokens.from_rows(rows[0], self.config, Device.from_name("cpu")).ids
+                self.adapted.base.copies.look_up_ahead(ids)
+        except InputError:
+            return  # of that step, which will meet it again
 
     def discard_step(self, txn: ShardTransaction) -> None:
         """Drop what a step staged, so that the same transaction can try again."""

@@ -157,9 +157,20 @@ class AdapterPass(GradientPass):
 
 
 class AdapterStep:
-    """One step: `run` stages the next version of every adapter and its state."""
+    """One step: `run` stages the next version of every adapter and its state.
 
-    def __init__(self, model: AdaptedModel, txn: ShardTransaction, order: StepOrder) -> None:
+    at_end: called when everything is asked for, what is done before anybody looks.
+    """
+
+    def __init__(
+        self,
+        model: AdaptedModel,
+        txn: ShardTransaction,
+        order: StepOrder,
+        *,
+        at_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._at_end = at_end
         self._model = model
         self._txn = txn
         self._order = order
@@ -218,6 +229,7 @@ class AdapterStep:
     ) -> None:
         self._norms = self._norms_of(gradients)
         updates.begin(found, self._norms.factors)
+        self._at_end()
 
     def _norms_of(self, gradients: AdapterPass) -> _Norms:
         mode, norms = self._model.step.options.grad_clip_mode, gradients.shard_norms

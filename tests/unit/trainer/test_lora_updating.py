@@ -6,7 +6,7 @@ The host stands for a device here: the same copies, runs and rule, and nothing b
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,11 +25,13 @@ from tests.support.adapters import (
     settings_of,
 )
 from trainer.device import Device
+from trainer.engine import Rows
 from trainer.errors import GradientOverflowError
 from trainer.lora import runs, updating
 from trainer.lora.engine import AdapterEngine
 from trainer.lora.feeding import DeviceBase
 from trainer.lora.runs import Runs
+from trainer.lora.small_copies import SmallCopies
 from trainer.lora.updating import FlatUpdates, UpdatesAtOnce
 from trainer.step import StepResult
 
@@ -51,23 +53,41 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def fed_engine(store: Path, options: Mapping[str, object]) -> AdapterEngine:
     """Give an engine that updates as on a device."""
-    engine = adapter_engine(store, settings_of("llama", rank=16), max_grad_norm=0.05, **options)
+    engine = adapter_engine(store, settings_of("llama", rank=16), max_grad_norm=0.02, **options)
     base = DeviceBase(Device.from_name("cpu"), engine.options.torch_dtype)
     object.__setattr__(engine.adapted, "base", base)
     return engine
 
 
-def stepped(source: Path, root: Path, engine: AdapterEngine) -> tuple[Named, list[StepResult]]:
-    """Make some steps in a copy of a store; give adapters and state, and what steps said."""
+def rows_of(step: int) -> list[Rows]:
+    """Give the micro-batches of a step."""
+    generator = np.random.default_rng(step)
+    return [generator.integers(3, 64, (2, 13)) for _ in range(2)]
+
+
+def stepped(
+    source: Path, root: Path, engine: AdapterEngine, ahead: Sequence[list[Rows]] = ()
+) -> tuple[Named, list[StepResult]]:
+    """Make some steps in a copy of a store; give adapters and state, and what steps said.
+
+    ahead: what each step is told of the rows of the next.
+    """
+    told = iter(ahead)
     store = root / f"store-{len(list(root.iterdir()))}"
     shutil.copytree(source, store)
     plant_adapters(store, engine)
     results = []
     with shardb.open(store) as opened:
         for step in range(1, STEPS + 1):
-            rows = [np.random.default_rng(step).integers(3, 64, (2, 13)) for _ in range(2)]
             with opened.begin() as txn:
-                results.append(engine.train_step(txn, rows, step=step, learning_rate=0.01))
+                result = engine.train_step(
+                    txn,
+                    rows_of(step),
+                    step=step,
+                    learning_rate=0.01,
+                    next_rows=lambda: next(told, None),
+                )
+                results.append(result)
                 txn.commit(step=step + 1)
         with opened.at() as view:
             found = {
@@ -154,3 +174,30 @@ def test_a_step_whose_gradients_overflow_is_forgotten(store: Path, tmp_path: Pat
         result = engine.train_step(txn, rows, step=1, learning_rate=0.01)
         txn.commit(step=2)
     assert result.updated_shards == len(engine.adapted.owners)
+
+
+def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Note how many ids are looked up at a time."""
+    counts: list[int] = []
+    raw = SmallCopies._looked_up
+
+    def look_up(self: SmallCopies, table: Tensor, ids: Tensor) -> Tensor:
+        counts.append(ids.numel())
+        return raw(self, table, ids)
+
+    monkeypatch.setattr(SmallCopies, "_looked_up", look_up)
+    return counts
+
+
+@pytest.mark.parametrize("is_right", [True, False], ids=["the next ones", "others"])
+def test_rows_are_looked_up_once_ahead_of_their_step(
+    is_right: bool, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, said = stepped(store, tmp_path, fed_engine(store, {}))
+    counts = looked_up(monkeypatch)
+    ahead = [[*rows_of(step + (0 if is_right else 7))] for step in range(2, STEPS + 1)]
+    found, said_too = stepped(store, tmp_path, fed_engine(store, {}), ahead)
+    assert differing(found, expected) == []
+    assert [each.loss for each in said] == [each.loss for each in said_too]
+    assert len(set(counts)) == 1
+    assert len(counts) == 2 * STEPS + (0 if is_right else STEPS - 1)
