@@ -282,12 +282,13 @@ def rest(records: Records) -> Iterator[str]:
 def thinned(records: Records) -> Iterator[Record]:
     """Give what is committed: some 300 steps a run with few fields, each validation, and facts.
 
+    Of the search's many runs it is the validations alone.
     What is told of all steps of a run is told before they are thinned.
     """
     for part in ("main", "long", "rates", "search", "ablations", "hot", "brisk", "v25"):
         fields = DRAWN if part in ("search", "ablations", "hot", "brisk") else TOLD
         for run, steps in records.runs(part).items():
-            every = max(1, len(steps) // THINNED_TO)
+            every = len(steps) if part == "search" else max(1, len(steps) // THINNED_TO)
             for index, line in enumerate(steps):
                 if index % every == 0 or "validation_loss" in line:
                     kept = {name: _rounded(line[name]) for name in fields if name in line}
