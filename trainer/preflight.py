@@ -111,7 +111,7 @@ def preflight(
     dtype = EngineOptions(dtype=recipe.dtype).torch_dtype
     rates = measure(dtype, device) if measures else None
     step_seconds = _step_time(recipe, budget, rates, seconds)
-    lines += [step_seconds, *_speed(recipe, tier, rates)]
+    lines += [step_seconds, *_speed(recipe, tier, rates, shape)]
     return [*lines, _disk_writes(settings, budget, store, step_seconds.needed)]
 
 
@@ -240,11 +240,13 @@ def _frozen_base(tier: BaseTier | None) -> list[BudgetLine]:
     return [_line("frozen base", tier.base_bytes, None, tier_text(tier), "")]
 
 
-def _speed(recipe: Recipe, tier: BaseTier | None, rates: Ceiling | None) -> list[BudgetLine]:
+def _speed(
+    recipe: Recipe, tier: BaseTier | None, rates: Ceiling | None, shape: StepShape
+) -> list[BudgetLine]:
     """Foretell the speed beside a frozen base, as a bracket."""
     if tier is None or rates is None or recipe.lora is None:
         return []
-    found = bracket(recipe, recipe.lora, tier.base_bytes, rates)
+    found = bracket(recipe, recipe.lora, tier.base_bytes, rates, shape)
     beside = "" if tier.kind == RAM else "; reading the base from the disk is not in it"
     return [
         BudgetLine(

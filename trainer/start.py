@@ -19,7 +19,7 @@ import torch
 from shardb import Commit
 from shardb.errors import CorruptionError, ShardbError
 from shardb.state import DEFAULT_BRANCH
-from trainer.budget import check_memory
+from trainer.budget import check_memory, step_shape
 from trainer.ceiling import Ceiling, ceiling_of
 from trainer.device import Device
 from trainer.engine import Engine
@@ -27,9 +27,10 @@ from trainer.errors import InputError
 from trainer.finished import complete_step_log
 from trainer.forecast_check import ForecastCheck
 from trainer.found import find_run
-from trainer.lora.base_tier import RAM
+from trainer.lora.base_tier import RAM, BaseTier
 from trainer.lora.engine import AdapterEngine
 from trainer.lora.forecast import bracket
+from trainer.model.adapter_settings import LoraSettings
 from trainer.opening import Surroundings, opened_tiers
 from trainer.pipeline.choosing import pipeline_settings, pipeline_way, vram_budget_of
 from trainer.plan import Plan, finished_text, make_plan, validates
@@ -151,8 +152,7 @@ def opened_run(
             dtype, device = engine.options.torch_dtype, engine.device
             ceiling = ceiling or ceiling_of(plan.recipe, dtype, device, logs.folder)
             if plan.recipe.lora is not None and plan.base_tier is not None:
-                found = bracket(plan.recipe, plan.recipe.lora, plan.base_tier.base_bytes, ceiling)
-                progress.note(found.text)
+                progress.note(_speed_text(plan, plan.recipe.lora, plan.base_tier, ceiling))
             yield Run(
                 plan=plan,
                 tiers=tiers,
@@ -167,6 +167,12 @@ def opened_run(
                 request=request,
                 forecast=ForecastCheck(plan.tuned, logs.folder) if plan.tuned else None,
             )
+
+
+def _speed_text(plan: Plan, lora: LoraSettings, tier: BaseTier, ceiling: Ceiling) -> str:
+    budget = plan.budget
+    shape = step_shape(plan.recipe, plan.settings, budget.activations, budget.placement)
+    return bracket(plan.recipe, lora, tier.base_bytes, ceiling, shape).text
 
 
 def _check_traced(plan: Plan, path: Path) -> None:

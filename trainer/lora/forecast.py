@@ -1,14 +1,17 @@
 """How fast adapters will be trained, foretold as a bracket from measured rates.
 
 Owns the operations of a token beside a frozen base, and the bracket. Knows nothing of how rates are
-measured. It is a forecast, not a promise: the upper end is what large matrix products and copies
-would allow if nothing else took time and they ran beside one another; the lower end has products at
-half that rate, and copies after them. Reading from a disk is not in it.
+measured. It is a forecast, not a promise. The upper end is what large matrix products, copies and
+asking for operations would allow if nothing else took time: on a device beside one another, and the
+last of these at twice its rate; on a host in turn, with half of what values take that pass through
+other operations. The lower end has products at half that rate, asking at a third of its rate, all
+that passes through other operations, and copies, one behind the other. Reading from a disk and
+commits are not in it.
 
 Formula: each matrix of a block is multiplied with three times a token, forward, again, and back to
-its input, 2 operations a weight each, one that is only added to the output twice; the head twice;
-no gradient of a weight is taken. Attention as in `trainer.ceiling`, and once more for the second
-forward pass.
+its input, 2 operations a weight each, one that is only added to the output twice, as is each where
+what products gave is kept; the head twice; no gradient of a weight is taken. Attention as in
+`trainer.ceiling`, and once more for the second forward pass where its output is not kept.
 """
 
 from __future__ import annotations
@@ -17,17 +20,25 @@ import math
 from dataclasses import dataclass
 
 from trainer.ceiling import Ceiling
+from trainer.device import Device
+from trainer.lora.pace import Pace, measure_pace
 from trainer.lora.targets import adapter_parameters, linear_modules
+from trainer.lora.work import StepWork, step_work
 from trainer.model.adapter_settings import LoraSettings
 from trainer.model.stages import build_trunk
 from trainer.recipe import Recipe
+from trainer.vram import StepShape
 
 HALF = 0.5
+# Of what asking for an operation takes: a step's own are never as fast as those of a block that is
+# visited again and again, and others than those of blocks are not measured.
+LEAST_CALLS = 3.0
 # The base is brought in once each way.
 VISITS = 2
 # Forward, again, back to the input; for an adapter also back to itself, each 2 a number.
 BLOCK_OPERATIONS, ADAPTER_OPERATIONS, HEAD_OPERATIONS, ATTENTION_OPERATIONS = 6, 8, 4, 16
-SPARED_OPERATIONS = 2
+SPARED_OPERATIONS, KEPT_OPERATIONS = 2, 4
+KEPT_ATTENTION_OPERATIONS = 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,8 +61,8 @@ class Bracket:
         return {"tokens_per_second_least": self.least, "tokens_per_second_most": self.most}
 
 
-def token_operations(recipe: Recipe, lora: LoraSettings) -> float:
-    """Give the operations that a token needs."""
+def token_operations(recipe: Recipe, lora: LoraSettings, activations: str = "recompute") -> float:
+    """Give the operations that a token needs; activations: what is kept for the way back."""
     model = recipe.model
     trunk = build_trunk(model)
     multiplied = sum(
@@ -68,23 +79,59 @@ def token_operations(recipe: Recipe, lora: LoraSettings) -> float:
         for parameter in adapter_parameters(stage, lora).values()
     )
     attention = model.num_layers * model.num_heads * model.head_dim * recipe.seq_len
+    is_again = activations == "recompute"
+    again = BLOCK_OPERATIONS * multiplied - SPARED_OPERATIONS * spared
     return float(
-        BLOCK_OPERATIONS * multiplied
-        - SPARED_OPERATIONS * spared
+        (KEPT_OPERATIONS * multiplied if activations == "keep" else again)
         + ADAPTER_OPERATIONS * added
         + HEAD_OPERATIONS * model.vocab_size * model.hidden_size
-        + ATTENTION_OPERATIONS * attention
+        + (ATTENTION_OPERATIONS if is_again else KEPT_ATTENTION_OPERATIONS) * attention
     )
 
 
-def bracket(recipe: Recipe, lora: LoraSettings, base_bytes: int, ceiling: Ceiling) -> Bracket:
+def bracket(
+    recipe: Recipe, lora: LoraSettings, base_bytes: int, ceiling: Ceiling, shape: StepShape
+) -> Bracket:
     """Give the bracket; base_bytes: of the frozen base as it is copied."""
+    device = Device.from_name(recipe.device)
+    pace = measure_pace(shape, lora, device)
     tokens = recipe.rows_per_step * recipe.seq_len
-    computing = token_operations(recipe, lora) * tokens / ceiling.matmul_flops_per_second
-    copying = VISITS * base_bytes / ceiling.copy_bytes_per_second
-    return Bracket(
-        least=tokens / (computing / HALF + copying), most=tokens / max(computing, copying)
+    operations = token_operations(recipe, lora, shape.options.activations) * tokens
+    return bracket_of(
+        tokens,
+        operations,
+        VISITS * base_bytes,
+        step_work(shape, lora),
+        ceiling,
+        pace,
+        is_host=device.is_host,
+        is_compiled=recipe.compile_blocks,
     )
+
+
+def bracket_of(
+    tokens: int,
+    operations: float,
+    copied_bytes: float,
+    work: StepWork,
+    ceiling: Ceiling,
+    pace: Pace,
+    *,
+    is_host: bool,
+    is_compiled: bool,
+) -> Bracket:
+    """Give the bracket of a step of so many tokens and operations."""
+    computing = operations / ceiling.matmul_flops_per_second
+    copying = copied_bytes / ceiling.copy_bytes_per_second
+    calling = work.calls * pace.call_seconds
+    passing = work.values * pace.value_seconds
+    # What is compiled asks for less and passes less, and how much less is not known.
+    most = [computing, copying] if is_compiled else [computing, copying, HALF * calling]
+    least = computing / HALF + LEAST_CALLS * calling + passing + copying
+    if is_host:
+        beside = 0.0 if is_compiled else calling + HALF * passing
+        most = [computing + beside, copying]
+    return Bracket(least=tokens / least, most=tokens / max(most))
 
 
 def _rounded(value: float) -> str:

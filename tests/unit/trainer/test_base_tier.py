@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
 from tests.integration.test_lora_run import flags
 from tests.support.adapters import imported_store, settings_of
+from tests.support.tiny_model import TINY
 from tests.support.training import make_data, train_here
 from trainer.ceiling import Ceiling
+from trainer.device import Device
 from trainer.disk_kind import Disk
 from trainer.errors import InputError
 from trainer.found import find_run
 from trainer.lora.base_tier import DISK_CACHE_BYTES, chosen_tier, tier_text
-from trainer.lora.forecast import Bracket, bracket, token_operations
+from trainer.lora.forecast import Bracket, bracket_of, token_operations
+from trainer.lora.pace import Pace, measure_pace
+from trainer.lora.work import StepWork, step_work
 from trainer.model.stages import Block
+from trainer.options import EngineOptions
 from trainer.plan import Plan, make_plan
+from trainer.recipe import Recipe
+from trainer.vram import StepShape
 
 NVME = Disk(kind="nvme", why="nvme0n1")
 TURNING = Disk(kind="rotating", why="sda")
@@ -97,20 +105,70 @@ def test_the_tier_changes_no_bit_and_no_recipe(asked: list[str]) -> None:
     assert any("as --disk-kind says" in note for note in read_again.notes)
 
 
-def test_the_bracket_is_of_operations_and_copies(asked: list[str]) -> None:
-    recipe = plan_of(asked).recipe
-    lora = settings_of("llama")
-    rates = Ceiling(matmul_flops_per_second=1e9, copy_bytes_per_second=1e6)
-    found = bracket(recipe, lora, 0, rates)
-    assert found.most == pytest.approx(1e9 / token_operations(recipe, lora))
-    assert found.least == pytest.approx(found.most / 2)
-    assert Bracket(least=9.876, most=8041.7).text.startswith("9.88 to 8,040 tokens/s forecast")
-    copied = bracket(recipe, lora, 5 * 10**8, rates)  # a thousand seconds a step
-    tokens = recipe.rows_per_step * recipe.seq_len
-    assert copied.most == pytest.approx(tokens / 1000)
-    assert copied.least < copied.most
+def shape_of(recipe: Recipe, activations: str = "recompute") -> StepShape:
+    return StepShape(
+        model=recipe.model,
+        options=EngineOptions(activations=activations),
+        micro_batch_size=recipe.micro_batch_size,
+        accumulation=recipe.gradient_accumulation_steps,
+        seq_len=recipe.seq_len,
+    )
+
+
+def test_the_bracket_is_of_operations_calls_values_and_copies() -> None:
+    rates = Ceiling(matmul_flops_per_second=100.0, copy_bytes_per_second=10.0)
+    pace = Pace(call_seconds=2.0, value_seconds=0.5)
+    work = StepWork(calls=3, values=4)
+
+    def found(flops: float, copied: float, **how: bool) -> Bracket:
+        kind = {"is_host": True, "is_compiled": False, **how}
+        return bracket_of(1000, flops, copied, work, rates, pace, **kind)
+
+    # Ten seconds of products, six of calls and two of values.
+    least = 1000 / (20 + 3 * 6 + 2)
+    assert found(1000, 0) == Bracket(least=least, most=pytest.approx(1000 / 17))
+    assert found(1000, 0, is_compiled=True) == Bracket(least=least, most=100)
+    # A device does products, copies and half of the calls beside one another.
+    device = {"is_host": False}
+    assert found(1000, 0, **device) == Bracket(least=least, most=100)
+    assert found(0, 0, **device).most == pytest.approx(1000 / 3)
+    assert found(0, 500, **device) == Bracket(least=1000 / 70, most=20)
+
+
+def test_what_is_kept_is_not_computed_again(asked: list[str]) -> None:
+    recipe, lora = plan_of(asked).recipe, settings_of("llama")
+    again, attention, kept = (
+        token_operations(recipe, lora, each) for each in ("recompute", "attention", "keep")
+    )
+    assert again > attention > kept
     more = settings_of("llama", rank=8)
     assert token_operations(recipe, more) > token_operations(recipe, lora)
+    counted = step_work(shape_of(recipe), lora)
+    assert step_work(shape_of(recipe, "keep"), lora).calls < counted.calls
+    assert Bracket(least=9.876, most=8041.7).text.startswith("9.88 to 8,040 tokens/s forecast")
+
+
+def test_work_follows_the_step(asked: list[str]) -> None:
+    recipe, lora = plan_of(asked).recipe, settings_of("llama")
+    shape = shape_of(recipe)
+    one = step_work(shape, lora)
+    twice = step_work(replace(shape, accumulation=2 * shape.accumulation), lora)
+    assert one.calls < twice.calls < 2.1 * one.calls
+    tokens = shape.micro_batch_size * shape.seq_len
+    chunked = replace(shape, options=replace(shape.options, lm_head_chunk_tokens=tokens // 4))
+    assert one.calls < step_work(chunked, lora).calls < 2 * one.calls
+    wider = step_work(replace(shape, micro_batch_size=2 * shape.micro_batch_size), lora)
+    assert wider.calls == one.calls
+    assert 1.9 * one.values < wider.values < 2.1 * one.values
+
+
+def test_a_pace_is_measured_through_the_code_that_trains() -> None:
+    recipe = Recipe(
+        model=TINY, data_digest="d", seq_len=20, seed=0, device="cpu", threads=1, micro_batch_size=3
+    )
+    found = measure_pace(shape_of(recipe), settings_of("llama"), Device.from_name("cpu"))
+    assert 1e-7 < found.call_seconds < 1e-2
+    assert 1e-12 < found.value_seconds < 1e-6
 
 
 def test_a_product_that_is_only_added_to_the_output_counts_twice(
