@@ -38,6 +38,7 @@ from trainer.lora.step import AdapterPass
 from trainer.model.adapter_settings import LoraSettings
 from trainer.model.micro_batch import drop_keys
 
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 RATE = 0.25
 SEEDS = (2, 3)
 KEYS = drop_keys(RATE, seed=1, step=1, count=len(SEEDS))
@@ -105,9 +106,29 @@ def test_nothing_changes_and_less_is_computed(how: dict[str, Any], stored: Any) 
         assert model_type == "gemma2"
 
 
+@pytest.mark.parametrize(
+    "how",
+    [{"dtype": "bf16"}, {"dropout": RATE, "is_apart": True}],
+    ids=["bf16", "dropout, apart"],
+)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_nothing_changes_on_a_device(how: dict[str, Any], stored: Any) -> None:
+    store, model_type = stored
+    others = {**how, "device": "cuda"}
+    lora = settings_of(model_type, dropout=others.pop("dropout", 0.0))
+    loss, found, kept = found_with(store, lora, "keep", **others)
+    expected_loss, expected, computed = found_with(store, lora, "recompute", **others)
+    assert loss == expected_loss
+    assert differing(found, expected) == []
+    assert kept.products < computed.products
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("model_type", FAMILY_NAMES)
-def test_nothing_changes_over_a_packed_base(model_type: str, dtype: str, tmp_path: Path) -> None:
+def test_nothing_changes_over_a_packed_base(
+    model_type: str, dtype: str, device: str, tmp_path: Path
+) -> None:
     pytest.importorskip("bitsandbytes", reason="the extra `nf4` is not installed")
     from tests.parity.test_lora_nf4 import quantise_store
 
@@ -116,8 +137,9 @@ def test_nothing_changes_over_a_packed_base(model_type: str, dtype: str, tmp_pat
     engine = adapter_engine(store, lora)
     quantise_store(store, engine)
     plant_adapters(store, engine, step=2)
-    loss, found, _ = found_with(store, lora, "keep", dtype=dtype)
-    expected_loss, expected, _ = found_with(store, lora, "recompute", dtype=dtype)
+    how = {"dtype": dtype, "device": device}
+    loss, found, _ = found_with(store, lora, "keep", **how)
+    expected_loss, expected, _ = found_with(store, lora, "recompute", **how)
     assert loss == expected_loss
     assert differing(found, expected) == []
 
