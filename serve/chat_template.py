@@ -1,8 +1,9 @@
 """Messages to a prompt: a model's own chat template, or an adapter for models without one.
 
-Owns the rendering and the two adapters. Knows nothing of HTTP. Invariants: a template reaches
-nothing but the messages it is given; what a user typed stays text, also where it looks like a
-control token; a template writes its own beginning of text, so no second one is added.
+Owns the way from messages to ids, and the two adapters. Knows nothing of HTTP, or of what a
+template runs in (`trainer.data.chat_environment`). Invariants: what a user typed stays text, also
+where it looks like a control token; a template writes its own beginning of text, so no second one
+is added.
 
 The plain adapter, for base models: every message on lines of its own as `System: …`, `User: …`,
 `Assistant: …`, a blank line between two, and `Assistant:` at the end; the answer ends where the
@@ -12,27 +13,17 @@ me a story about a dog" becomes the beginning of one, anything else is gone on f
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any, Protocol
-
-from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from serve.errors import ApiError
 from serve.package_files import json_of, text_of
 from serve.vocabulary import Vocabulary
+from trainer.data.chat_environment import FAULTS, ChatText, Message, special_tokens_of, template_in
 from trainer.errors import InputError
 
-Message = Mapping[str, Any]
-# What a template raises, on purpose or because the messages are not what it takes for granted.
-TEMPLATE_FAULTS = (
-    *(TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError),
-    *(TypeError, ValueError),
-)
 PLAIN_NAMES = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
 _STORY_REQUEST = re.compile(
     r"^\W*(?:please |can you |could you |would you )*(?:write|tell|give|make|continue|create)"
@@ -67,17 +58,7 @@ class TemplateFormat:
     name = "template"
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
-        try:
-            self._template = environment.from_string(source)
-        except TemplateError as error:
-            raise InputError(f"the chat template is no template: {error}") from error
-        self._tokens = dict(tokens)
+        self._text = ChatText(source, tokens, name="the chat template")
 
     def prompt(
         self, messages: Sequence[Message], vocabulary: Vocabulary, *, add_generation_prompt: bool
@@ -85,10 +66,8 @@ class TemplateFormat:
         """Render and encode; the template's refusal of messages is the client's to mend."""
         safe = [_broken(message, vocabulary) for message in messages]
         try:
-            text = self._template.render(
-                messages=safe, add_generation_prompt=add_generation_prompt, **self._tokens
-            )
-        except TEMPLATE_FAULTS as error:
+            text = self._text.write(safe, add_generation_prompt=add_generation_prompt)
+        except FAULTS as error:
             raise ApiError(
                 400,
                 f"the model's chat template refuses these messages: {error}",
@@ -169,26 +148,12 @@ def template_of(files: Mapping[str, bytes]) -> TemplateFormat | None:
     text or as a list of named ones of which "default" counts.
     """
     config = json_of(files, "tokenizer_config.json")
-    source: Any = config.get("chat_template")
-    if isinstance(source, list):
-        entries = [entry for entry in source if isinstance(entry, dict)]
-        named = {entry.get("name"): entry.get("template") for entry in entries}
-        source = named.get("default")
+    source = template_in(config)
     if "chat_template.jinja" in files:
         source = text_of(files["chat_template.jinja"], "chat_template.jinja")
-    if not isinstance(source, str):
+    if source is None:
         return None
     return TemplateFormat(source, special_tokens_of(config))
-
-
-def special_tokens_of(config: Mapping[str, Any]) -> dict[str, str]:
-    """Give the special tokens by name, such as bos_token, as a template uses them."""
-    found = {}
-    for name, value in config.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
-    return found
 
 
 def story_beginning(asked: str) -> str:
@@ -212,15 +177,3 @@ def _broken_value(value: Any, vocabulary: Vocabulary) -> Any:
     if isinstance(value, dict):
         return {key: _broken_value(item, vocabulary) for key, item in value.items()}
     return value
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)

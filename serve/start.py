@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serve.catalogue import Catalogue, StoreSource
-from serve.chat_template import ChatFormat, TemplateFormat, adapter, special_tokens_of
+from serve.chat_template import ChatFormat, TemplateFormat, adapter
 from serve.errors import ApiError
 from serve.limits import Limits
 from serve.package_files import json_of, text_of
@@ -25,6 +25,7 @@ from serve.scheduler import Scheduler, SchedulerOptions
 from serve.service import Service
 from serve.web_server import make_server
 from serve.weights import stage_places
+from trainer.data.chat_environment import special_tokens_of
 from trainer.errors import InputError
 from trainer.sizes import size_of
 

@@ -26,6 +26,7 @@ MAY_IMPORT = {
         *("serve", "shardb", "trainer.model", "trainer.device"),
         # What a server shows of a run is what its report shows.
         *("trainer.errors", "trainer.command_cli", "trainer.report_html_data", "trainer.sizes"),
+        "trainer.data.chat_environment",  # a model is asked as it was taught
     ),
     "tools": ("tools", "shardb", "trainer", "export", "serve", "tests.support"),
 }

@@ -1,8 +1,8 @@
 """The chat template that writes conversations out: where it comes from, and what it refuses.
 
-Owns the choice of the template and the environment it runs in, which lets it reach nothing outside.
-Knows nothing of tokens or of which part is learned. Invariant: whatever a template does wrong is an
-InputError that names it.
+Owns the choice of the template. Knows nothing of what it runs in (`trainer.data.chat_environment`),
+of tokens, or of which part is learned. Invariants: whatever a template does wrong is an InputError
+that names it; a template that writes the date writes one date, however long it is used.
 """
 
 from __future__ import annotations
@@ -10,67 +10,51 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from trainer.errors import InputError
 
 if TYPE_CHECKING:
-    from jinja2 import Template
+    from trainer.data.chat_environment import ChatText
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
 CONFIG_FILE: Final = "tokenizer_config.json"
 Message = Mapping[str, Any]
 
-_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
-# What the code of a template may do wrong, beside what its engine calls an error.
-_FAULTS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatTemplate:
-    """One template; `name` says where it was found."""
+    """One template; `name` says where it was found, and it refuses with one of `faults`."""
 
     name: str
-    tokens: Mapping[str, str]
-    compiled: Template
+    text: ChatText
+    faults: tuple[type[Exception], ...]
 
     def __call__(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         """Write messages out; InputError says what the template refuses."""
-        from jinja2 import TemplateError
-
-        values = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         try:
-            return self.compiled.render(**self.tokens, **values)
-        except (TemplateError, InputError, *_FAULTS) as error:
+            return self.text.write(messages, add_generation_prompt=add_generation_prompt)
+        except self.faults as error:
             what = str(error) or type(error).__name__
             raise InputError(f"{self.name} refuses this conversation ({what})") from error
 
 
 def read_template(tokenizer: Path, template: Path | None) -> ChatTemplate:
     """Give the template of a file, else what lies beside the tokenizer; InputError names it."""
-    folder = tokenizer.parent
-    config = _read_config(folder / CONFIG_FILE)
-    name, source = _source(folder, template, config)
     try:
-        from jinja2 import TemplateError, TemplateSyntaxError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+        from trainer.data.chat_environment import FAULTS, ChatText, special_tokens_of, template_in
     except ImportError as error:
         raise InputError("--format chat needs jinja2: pip install 'shardb[hf]'") from error
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.globals["raise_exception"] = _raise_exception
-    try:
-        compiled = environment.from_string(source)
-    except TemplateError as error:
-        line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
-        raise InputError(f"{name}: {line}{error.message}: mend the template") from error
-    tokens = {token: _token_text(config.get(token)) for token in _TOKENS}
-    return ChatTemplate(name=name, tokens=tokens, compiled=compiled)
+    folder, moment = tokenizer.parent, datetime.now()
+    config = _read_config(folder / CONFIG_FILE)
+    name, source = _source(folder, template, template_in(config))
+    text = ChatText(source, special_tokens_of(config), name=name, now=lambda: moment)
+    return ChatTemplate(name=name, text=text, faults=FAULTS)
 
 
-def _source(folder: Path, template: Path | None, config: Mapping[str, Any]) -> tuple[str, str]:
+def _source(folder: Path, template: Path | None, configured: str | None) -> tuple[str, str]:
     """Give the name of the template that counts, and its text."""
     path = template or folder / TEMPLATE_FILE
     if template is not None or path.is_file():
@@ -79,9 +63,8 @@ def _source(folder: Path, template: Path | None, config: Mapping[str, Any]) -> t
             return name, path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"{name}: cannot be read ({error})") from error
-    found = config.get("chat_template")
-    if isinstance(found, str):
-        return f"chat_template of {folder / CONFIG_FILE}", found
+    if configured is not None:
+        return f"chat_template of {folder / CONFIG_FILE}", configured
     raise InputError(
         f"{folder}: there is no {TEMPLATE_FILE} and no chat_template in {CONFIG_FILE}: give"
         " --chat-template FILE"
@@ -96,12 +79,3 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read ({error})") from error
     return found if isinstance(found, dict) else {}
-
-
-def _token_text(value: Any) -> str:
-    text = value.get("content") if isinstance(value, dict) else value
-    return text if isinstance(text, str) else ""
-
-
-def _raise_exception(message: str) -> None:
-    raise InputError(message)
