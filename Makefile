@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 INPUTS := pyproject.toml constraints.txt Makefile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-clean test lint format crash crash-fuse crash-repairs coverage faults kills realfaults damage mutation exactness bench import-real consumers clean python-check serve-soak serve-npm
+.PHONY: help demo demo-clean test lint format crash crash-fuse crash-repairs coverage faults callfaults kills realfaults damage mutation exactness bench import-real consumers clean python-check serve-soak serve-npm
 .DELETE_ON_ERROR:
 
 help: ## This list
@@ -57,6 +57,9 @@ serve-npm: $(VENV)/.installed-test ## Run the npm client against the server (nee
 
 faults: $(VENV)/.installed-test ## Fail every file operation of every verb with every error (FAULTS_ARGS)
 	@$(BIN)/python -m tools.crash_faults $(FAULTS_ARGS)
+
+callfaults: $(VENV)/.installed-test ## Fail system calls of a real train (needs strace; CALLFAULTS_ARGS)
+	@$(BIN)/python -m tools.crash_calls $(CALLFAULTS_ARGS)
 
 kills: $(VENV)/.installed-test ## Kill thousands of real processes at random moments (KILLS_ARGS)
 	@$(BIN)/python -m tools.crash_kills $(KILLS_ARGS)

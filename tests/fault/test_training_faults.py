@@ -1,11 +1,12 @@
-"""Any call may fail while a step is made in an active store and published: is the run resumed?
+"""Any call may fail while a step is made, in an active store too: is the run resumed?
 
-A drawn slice of `make faults`; and what it found, each as a whole kind.
+A drawn slice of `make faults`, with every error; and what it found, each as a whole kind.
 """
 
 from __future__ import annotations
 
 import errno
+import itertools
 import random
 import shutil
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from unittest import mock
 import pytest
 
 import shardb
-from shardb.errors import ShardbError, StorageFailedError
+from shardb.errors import ShardbError, StorageFailedError, StorageFullError
 from shardb.testing.bases import Base
 from shardb.testing.faulting import run_faulted, wrong_after
 from shardb.testing.operations import Fault
@@ -23,9 +24,10 @@ from shardb.testing.recording import RecordingFileSystem
 from shardb.transfer_publisher import Publisher
 from tests.support.ram_disk import scratch_directory
 from tests.support.small_stores import commit_step
-from tools.crash_training import goes_on, train_active_step, training_base
+from tools.crash_faults import ERRORS, FAULTED
+from tools.crash_training import TRAIN, TRAIN_ACTIVE, goes_on, training_base
 
-DRAWN = 2
+FULL = (errno.ENOSPC, errno.EDQUOT)
 NEVER = Fault(operation="open", nth=1 << 30, error=errno.EIO)
 OPERATIONS = "open status exists list lock rename map pwrite fdatasync database_committed".split()
 
@@ -37,29 +39,35 @@ def base() -> Iterator[Base]:
         yield training_base(path)
 
 
-def failing(base: Base, scratch: str, fault: Fault) -> tuple[ShardbError | None, dict[str, int]]:
-    """Run the step with a fault; its error, once both stores were found right and went on."""
-    outcome = run_faulted(base, scratch, fault, train_active_step)
-    wrong = wrong_after(outcome, goes_on=goes_on)
+def failing(
+    base: Base, scratch: str, fault: Fault, verb: str = TRAIN_ACTIVE
+) -> tuple[ShardbError | None, dict[str, int]]:
+    """Run the step with a fault; its error, once the stores were found right and went on."""
+    outcome = run_faulted(base, scratch, fault, FAULTED[verb])
+    wrong = wrong_after(outcome, goes_on=goes_on if verb == TRAIN_ACTIVE else None)
     shutil.rmtree(outcome.files.root)
     assert not wrong, f"{fault}, then {outcome.error}: {wrong}"
     return outcome.error, outcome.files.calls
 
 
-def test_is_a_run_with_an_active_store_resumed_after_a_call_that_fails(
-    base: Base, scratch: str
+@pytest.mark.parametrize(("verb", "drawn"), [(TRAIN, 0), (TRAIN_ACTIVE, 2)])
+def test_is_a_run_resumed_after_a_call_that_fails(
+    base: Base, scratch: str, verb: str, drawn: int
 ) -> None:
-    error, calls = failing(base, scratch, NEVER)
+    error, calls = failing(base, scratch, NEVER, verb)
     assert error is None
     draw = random.Random(5)
+    turns = itertools.cycle(ERRORS)
     errors = 0
     for operation in OPERATIONS:
         count = calls[operation]
-        for nth in sorted({1, count, *(draw.randint(1, count) for _ in range(DRAWN))}):
+        for nth in sorted({1, count, *(draw.randint(1, count) for _ in range(drawn))}):
             persistent = draw.random() < 0.3
-            fault = Fault(operation=operation, nth=nth, error=errno.EIO, persistent=persistent)
-            errors += failing(base, scratch, fault)[0] is not None
-    assert errors > len(OPERATIONS), "most faults are told"
+            fault = Fault(operation=operation, nth=nth, error=next(turns), persistent=persistent)
+            found = failing(base, scratch, fault, verb)[0]
+            errors += found is not None
+            assert not isinstance(found, StorageFullError) or fault.error in FULL, fault
+    assert errors >= len(OPERATIONS), "most faults are told"
 
 
 def test_is_the_failing_lock_of_the_active_store_an_error_of_the_store(
