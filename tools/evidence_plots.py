@@ -183,12 +183,17 @@ def _learning(steps: Sequence[Mapping[str, Any]]) -> Plot:
 def _decays(
     lines: Sequence[Mapping[str, Any]], runs: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> Plot | None:
-    """Draw the runs of the search that differ in weight decay alone from the first one."""
-    tried = [line for line in lines if line["part"] == "search" and line["kind"] == "tried"]
+    """Draw the runs of the search that differ in weight decay alone from what it chose at last."""
+    of_search = [line for line in lines if line["part"] == "search"]
+    chosen = [line["recipe"] for line in of_search if line["kind"] == "chosen"]
     curves = []
-    for line in tried:
-        unlike = [k for k, v in line["recipe"].items() if v != tried[0]["recipe"][k]]
+    for line in of_search if chosen else []:
+        if line["kind"] != "tried":
+            continue
+        unlike = [k for k, v in line["recipe"].items() if v != chosen[-1][k]]
         points = _of(runs.get(line["run"], []), "validation_loss")
+        # The first quarter is steep and says nothing.
+        points = points[len(points) // 4 :]
         if unlike in ([], ["weight_decay"]) and points:
             name = f"weight decay {line['recipe']['weight_decay']:g}"
             curves.append(Curve(name=name, points=points, is_marked=True))

@@ -236,6 +236,8 @@ def test_plots_are_drawn_from_thinned_records(tmp_path: Path) -> None:
     ):
         lines.append({"part": "search", "kind": "tried", "run": name, "steps": 1, "recipe": recipe})
         lines.append(step("search", name, 1, validation_loss=2.0))
+    chosen = {"weight_decay": 0.5, "rate": 1.0}
+    lines.append({"part": "search", "kind": "chosen", "round": 0, "seconds": 1, "recipe": chosen})
     kept = list(thinned(records(lines, tmp_path)))
     assert len(kept) < 500
     assert any(line.get("validation_loss") == 3.0 for line in kept)
