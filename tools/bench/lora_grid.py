@@ -21,14 +21,23 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tools.bench.lora_grid_steps import Kind, Peaks, Trained
+from trainer.ceiling import Ceiling, measure
 from trainer.device import Device
 from trainer.errors import InputError
+from trainer.lora.forecast import Bracket, bracket_of, token_operations
+from trainer.lora.model import brought_bytes
 from trainer.lora.need import adapter_need
+from trainer.lora.pace import Pace, measure_pace
 from trainer.lora.residency import MARGIN_BYTES
+from trainer.lora.stages import adapted
 from trainer.lora.walk import predicted_adapter_phases
+from trainer.lora.work import step_work
 from trainer.model.adapter_settings import ALL_LINEAR, LoraSettings
 from trainer.model.config import ModelConfig
+from trainer.model.stages import build_trunk
 from trainer.options import EngineOptions
 from trainer.sizes import in_bytes
 from trainer.vram import StepShape
@@ -163,6 +172,8 @@ class Row:
     peaks: Peaks
     foretold_to_stay: int
     seconds: float
+    tokens: int
+    bracket: Bracket | None = None
 
     @property
     def ratio(self) -> float | None:
@@ -183,7 +194,16 @@ class Row:
             f"{self.name:<34} {in_bytes(self.predicted):>11} {in_bytes(self.peaks.total):>11}"
             f" {ratio:>7} {self.predicted - self.peaks.total:>13,} bytes"
             f" {_fullest(self.phases)}/{_fullest(phases)} [{beside}] {self.seconds:.1f} s"
+            f"{self.speed}"
         )
+
+    @property
+    def speed(self) -> str:
+        """Give the rate of the step beside the one that is foretold."""
+        if self.bracket is None or not self.peaks.seconds:
+            return ""
+        rate = self.tokens / self.peaks.seconds
+        return f" {rate:,.0f} tokens/s in {self.bracket.least:,.0f} to {self.bracket.most:,.0f}"
 
 
 def _short(phase: str) -> str:
@@ -194,7 +214,39 @@ def _fullest(phases: dict[str, int]) -> str:
     return max(phases, key=lambda phase: phases[phase]) if phases else "-"
 
 
-def measured(case: Case, trained: Trained | None, *, is_host: bool) -> Row:
+class Rates:
+    """What the machine does at most, measured once for each kind of steps."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._ceilings: dict[torch.dtype, Ceiling] = {}
+        self._paces: dict[Kind, Pace] = {}
+
+    def bracket(self, case: Case) -> Bracket:
+        """Foretell the rate of a case."""
+        shape, dtype = case.shape, case.shape.options.torch_dtype
+        if dtype not in self._ceilings:
+            self._ceilings[dtype] = measure(dtype, self._device)
+        kind = replace(case.kind, model=SMALL, budget_bytes=None)
+        if kind not in self._paces:
+            self._paces[kind] = measure_pace(shape, case.lora, self._device)
+        tokens = shape.micro_batch_size * shape.accumulation * shape.seq_len
+        each = token_operations(shape.model, case.lora, shape.seq_len, shape.options.activations)
+        blocks = [adapted(each, case.lora) for each in build_trunk(shape.model)]
+        base = sum(brought_bytes(block, dtype) for block in blocks if block.is_block)
+        return bracket_of(
+            tokens,
+            each * tokens,
+            2 * base,
+            step_work(shape, case.lora),
+            self._ceilings[dtype],
+            self._paces[kind],
+            is_host=self._device.is_host,
+            is_compiled=shape.options.compile_blocks,
+        )
+
+
+def measured(case: Case, trained: Trained | None, *, is_host: bool, rates: Rates | None) -> Row:
     """Measure a case."""
     began = time.monotonic()
     if is_host:
@@ -211,6 +263,8 @@ def measured(case: Case, trained: Trained | None, *, is_host: bool) -> Row:
         peaks=peaks,
         foretold_to_stay=foretold,
         seconds=time.monotonic() - began,
+        tokens=case.shape.micro_batch_size * case.shape.accumulation * case.shape.seq_len,
+        bracket=None if rates is None else rates.bracket(case),
     )
 
 
@@ -228,6 +282,7 @@ def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--only", default="", help="cases with this in their name")
     parser.add_argument("--leave-out", default="no such case", help="none with this in their name")
+    parser.add_argument("--speed", action="store_true", help="foretell tokens/s as well")
     parser.add_argument("--limit-seconds", type=float, default=110)
     parser.add_argument("--json", type=Path, help="file for the rows")
     return parser.parse_args(words)
@@ -242,6 +297,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     trained = None if device is None else Trained(device)
+    rates = Rates(device) if given.speed and device is not None else None
     began, rows, left = time.monotonic(), list[Row](), 0
     for case in cases(MODELS[given.model], given.dtype):
         if given.only not in case.name or given.leave_out in case.name:
@@ -249,7 +305,8 @@ def main(words: Sequence[str] | None = None) -> int:
         if time.monotonic() - began > given.limit_seconds:
             left += 1
             continue
-        rows.append(measured(case, trained, is_host=device is not None and device.is_host))
+        is_host = device is not None and device.is_host
+        rows.append(measured(case, trained, is_host=is_host, rates=rates))
         print(rows[-1].line, flush=True)
         if given.json:
             given.json.write_text(json.dumps([_row(row) for row in rows], indent=1))

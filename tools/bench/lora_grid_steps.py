@@ -8,6 +8,7 @@ On a host the whole step has one peak, by the events of PyTorch's allocator.
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -48,12 +49,16 @@ class Kind:
 
 @dataclass(kw_only=True)
 class Peaks:
-    """The most that tensors held, of all and by phase; requested: without the allocator's slack."""
+    """The most that tensors held, of all and by phase; requested: without the allocator's slack.
+
+    seconds: of the step that was measured.
+    """
 
     total: int = 0
     phases: dict[str, int] = field(default_factory=dict)
     requested: dict[str, int] = field(default_factory=dict)
     kept_blocks: int = 0
+    seconds: float = 0.0
 
 
 class Beside(MemoryTransaction):
@@ -132,8 +137,10 @@ class Trained:
             peaks.total = tensor_peak(partial(self.step, shape))
             return peaks
         device.forget_peak()
+        began = time.perf_counter()
         with PhasePeaks(self.engine, peaks).watching():
             self.step(shape)
+        peaks.seconds = time.perf_counter() - began
         peaks.total = device.peak_bytes()
         base = self.engine.adapted.base
         peaks.kept_blocks = 0 if base is None else len(base.resident_names)

@@ -25,6 +25,7 @@ from trainer.lora.pace import Pace, measure_pace
 from trainer.lora.targets import adapter_parameters, linear_modules
 from trainer.lora.work import StepWork, step_work
 from trainer.model.adapter_settings import LoraSettings
+from trainer.model.config import ModelConfig
 from trainer.model.stages import build_trunk
 from trainer.recipe import Recipe
 from trainer.vram import StepShape
@@ -61,9 +62,10 @@ class Bracket:
         return {"tokens_per_second_least": self.least, "tokens_per_second_most": self.most}
 
 
-def token_operations(recipe: Recipe, lora: LoraSettings, activations: str = "recompute") -> float:
+def token_operations(
+    model: ModelConfig, lora: LoraSettings, seq_len: int, activations: str = "recompute"
+) -> float:
     """Give the operations that a token needs; activations: what is kept for the way back."""
-    model = recipe.model
     trunk = build_trunk(model)
     multiplied = sum(
         math.prod(shape) for stage in trunk for shape in linear_modules(stage).values()
@@ -78,7 +80,7 @@ def token_operations(recipe: Recipe, lora: LoraSettings, activations: str = "rec
         for stage in trunk
         for parameter in adapter_parameters(stage, lora).values()
     )
-    attention = model.num_layers * model.num_heads * model.head_dim * recipe.seq_len
+    attention = model.num_layers * model.num_heads * model.head_dim * seq_len
     is_again = activations == "recompute"
     again = BLOCK_OPERATIONS * multiplied - SPARED_OPERATIONS * spared
     return float(
@@ -96,7 +98,8 @@ def bracket(
     device = Device.from_name(recipe.device)
     pace = measure_pace(shape, lora, device)
     tokens = recipe.rows_per_step * recipe.seq_len
-    operations = token_operations(recipe, lora, shape.options.activations) * tokens
+    activations = shape.options.activations
+    operations = token_operations(recipe.model, lora, recipe.seq_len, activations) * tokens
     return bracket_of(
         tokens,
         operations,

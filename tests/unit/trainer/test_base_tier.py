@@ -138,11 +138,14 @@ def test_the_bracket_is_of_operations_calls_values_and_copies() -> None:
 def test_what_is_kept_is_not_computed_again(asked: list[str]) -> None:
     recipe, lora = plan_of(asked).recipe, settings_of("llama")
     again, attention, kept = (
-        token_operations(recipe, lora, each) for each in ("recompute", "attention", "keep")
+        token_operations(recipe.model, lora, recipe.seq_len, each)
+        for each in ("recompute", "attention", "keep")
     )
     assert again > attention > kept
     more = settings_of("llama", rank=8)
-    assert token_operations(recipe, more) > token_operations(recipe, lora)
+    assert token_operations(recipe.model, more, recipe.seq_len) > token_operations(
+        recipe.model, lora, recipe.seq_len
+    )
     counted = step_work(shape_of(recipe), lora)
     assert step_work(shape_of(recipe, "keep"), lora).calls < counted.calls
     assert Bracket(least=9.876, most=8041.7).text.startswith("9.88 to 8,040 tokens/s forecast")
@@ -176,7 +179,7 @@ def test_a_product_that_is_only_added_to_the_output_counts_twice(
 ) -> None:
     recipe, lora = plan_of(asked).recipe, settings_of("llama")
     model = recipe.model
-    spared = token_operations(recipe, lora)
+    spared = token_operations(recipe.model, lora, recipe.seq_len)
     monkeypatch.setattr(Block, "added_last", None)
     last = model.num_layers * model.hidden_size * model.intermediate_size
-    assert token_operations(recipe, lora) - spared == 2 * last
+    assert token_operations(recipe.model, lora, recipe.seq_len) - spared == 2 * last
