@@ -156,10 +156,15 @@ def chosen(what: str, wanted: Iterable[str] | None, existing: Mapping[str, objec
 
 @contextmanager
 def told_if_gone(where: str, what: str) -> Iterator[None]:
-    """Raise ConflictError for what was there when a copy began, and is not found any more."""
+    """Raise ConflictError for a name that was there when a copy began, and is not any more.
+
+    What is not found with a path, such as a whole bucket, is no name.
+    """
     try:
         yield
     except NotFoundError as error:
+        if error.path is not None:
+            raise
         raise ConflictError(
             f"{where}: {what}, or a commit of it, went while the store was copied; run the "
             "same command again: it goes on with what is there now"

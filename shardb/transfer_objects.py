@@ -117,8 +117,9 @@ class ObjectIntake:
     def _announce(self, missing: dict[str, ShardEntry]) -> None:
         new = self._wanted.keys() - self._expected
         self._expected |= new
-        self._tally.expect(len(new), sum(self._wanted[d].bytes for d in new))
-        present = [self._wanted[d] for d in new if d not in missing]
+        told = self._tally.fresh(new) | (new & missing.keys())
+        self._tally.expect(len(told), sum(self._wanted[d].bytes for d in told))
+        present = [self._wanted[d] for d in told if d not in missing]
         self._tally.present(len(present), sum(entry.bytes for entry in present))
 
     def _check_space(self, missing: dict[str, ShardEntry]) -> None:

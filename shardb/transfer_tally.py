@@ -7,7 +7,7 @@ stores, and prints nothing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 
@@ -43,7 +43,15 @@ class Tally:
     def __init__(self, observer: Observer | None = None) -> None:
         self.counts = Counts()
         self._observer = observer
+        self._known: set[str] = set()
         self._lock = threading.Lock()
+
+    def fresh(self, digests: Collection[str]) -> set[str]:
+        """Those that this is not told of again: commits of one transfer share objects."""
+        with self._lock:
+            found = set(digests) - self._known
+            self._known |= found
+        return found
 
     def expect(self, objects: int, size_bytes: int) -> None:
         """More objects belong to the transfer."""

@@ -165,14 +165,17 @@ class _Push:
     def _upload(self, head: str | None) -> None:
         """Upload the objects that are not there; those of the branch's head certainly are."""
         entries = {entry.digest: entry for entry in self._commit.shards.values()}
-        self._tally.expect(len(entries), sum(entry.bytes for entry in entries.values()))
+        fresh = self._tally.fresh(entries)
+        self._tally.expect(len(fresh), sum(entries[digest].bytes for digest in fresh))
         present = self._digests_of(head)
-        for digest in present & entries.keys():
+        for digest in present & fresh:
             self._tally.present(1, entries[digest].bytes)
         rest = [entry for digest, entry in entries.items() if digest not in present]
         pool = ThreadPoolExecutor(UPLOADS_AT_ONCE, thread_name_prefix="shardb-push")
         try:
-            for future in as_completed([pool.submit(self._upload_one, entry) for entry in rest]):
+            for future in as_completed(
+                [pool.submit(self._upload_one, e, e.digest in fresh) for e in rest]
+            ):
                 future.result()
         finally:
             self._stop.set()
@@ -184,11 +187,15 @@ class _Push:
             return set()
         return {entry.digest for entry in Commit.from_record(record).shards.values()}
 
-    def _upload_one(self, entry: ShardEntry) -> None:
+    def _upload_one(self, entry: ShardEntry, is_fresh: bool) -> None:
+        """Upload an object unless it is there; one that is not fresh was expected before."""
         bucket, key = self._remote.bucket, layout.object_key(entry.digest)
         if bucket.size(key) == entry.bytes:
-            self._tally.resumed(entry.bytes)
+            if is_fresh:
+                self._tally.resumed(entry.bytes)
             return
+        if not is_fresh:
+            self._tally.expect(1, entry.bytes)
         for attempt in range(1, UPLOAD_ATTEMPTS_MAX + 1):
             moved: list[int] = []
             try:

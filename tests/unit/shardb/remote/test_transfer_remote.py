@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -25,6 +25,7 @@ from shardb.remote.pull import pull_commit, pull_snapshot
 from shardb.remote.push import push_commit, push_snapshot
 from shardb.remote.repository import RemoteStore
 from shardb.retention import Policy
+from shardb.transfer import clone
 from shardb.transfer_tally import Tally
 from tests.support.transfer_stores import commit, contents, told_steps
 
@@ -209,3 +210,47 @@ def test_has_a_clone_everything_there_and_back(
             clone_from(remote, stranger)
         with pytest.raises(ConflictError, match="is here already"):
             clone_to(stranger, remote)
+
+
+def test_does_a_clone_to_an_empty_place_find_nothing_there(
+    source: shardb.Store, target: shardb.Store, remote: RemoteStore
+) -> None:
+    """What its own snapshots and branches share is told once, as copied."""
+    source.create_snapshot("two", "step-2")
+    branching.create_branch(source, "other", "step-1")
+    up, down, beside = Tally(), Tally(), Tally()
+    clone_to(source, remote, tally=up)
+    clone_from(remote, target, tally=down)
+    with shardb.open(Path(target.root).with_name("beside"), create=True) as third:
+        clone(source, third, tally=beside)
+    for counts in (up.counts, down.counts, beside.counts):
+        assert counts.objects_present == counts.objects_resumed == 0
+        assert counts.objects_done == counts.objects_total == 7  # one of four shards is frozen
+        assert counts.bytes_done == counts.bytes_total == counts.bytes_moved
+    again = Tally()
+    clone_to(source, remote, tally=again)
+    assert again.counts.bytes_moved == 0
+
+
+def test_does_a_clone_tell_a_bucket_that_went_from_a_name_that_did(
+    source: shardb.Store,
+    target: shardb.Store,
+    remote: RemoteStore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A name may be gone on without; a place is not found, exit code 4."""
+    clone_to(source, remote)
+
+    def gone(*_: object) -> NoReturn:
+        raise NotFoundError("there is no bucket", path="s3://bucket/objects")
+
+    monkeypatch.setattr(remote.bucket, "chunks", gone)
+    with pytest.raises(NotFoundError, match=r"^there is no bucket"):
+        clone_from(remote, target)
+    monkeypatch.setattr(remote, "resolve", no_name)
+    with pytest.raises(ConflictError, match="went while the store was copied"):
+        clone_from(remote, target)
+
+
+def no_name(name: str) -> NoReturn:
+    raise NotFoundError(f"there is no {name}")
