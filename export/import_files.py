@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 from shardb.errors import ObjectCorruptError
 from shardb.layout import HEADER_LIMIT_BYTES, TensorSpec, parse_header
+from shardb.listing import listed
 from trainer.errors import InputError
 
 WEIGHTS = "model.safetensors"
@@ -79,7 +80,7 @@ def _single(directory: Path) -> dict[str, StoredTensor]:
     found = sorted(p.name for p in directory.glob("*.safetensors"))
     if found:
         raise InputError(
-            f"{directory}: there is no {WEIGHTS} and no {INDEX}, but {', '.join(found[:3])}: the"
+            f"{directory}: there is no {WEIGHTS} and no {INDEX}, but {listed(found, most=3)}: the"
             " index is missing, or the file has another name: fetch it, or rename the file"
         )
     pickled = sorted(p.name for p in directory.glob("*.bin"))
@@ -106,7 +107,7 @@ def _split(directory: Path, index: Mapping[str, Any]) -> PackageFiles:
     if missing:
         raise InputError(
             f"{directory}: {len(missing)} of {len(names)} files of weights are missing"
-            f" ({', '.join(missing[:3])}): fetch them"
+            f" ({listed(missing, most=3)}): fetch them"
         )
     strays = {p.name for p in directory.glob("model*.safetensors")} - names
     if strays:

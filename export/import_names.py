@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from export.families import Place
 from export.import_files import StoredTensor
+from shardb.listing import listed
 from trainer.errors import InputError
 
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
@@ -121,11 +122,11 @@ def _common_prefix(missing: list[str], extra: list[str]) -> str | None:
 
 def _named(names: list[str], others: list[str]) -> str:
     """Name the first few, each with the most similar name on the other side."""
-    told = []
-    for name in names[:NAMED_MAX]:
+    told = list(names)
+    for index, name in enumerate(names[:NAMED_MAX]):
         near = difflib.get_close_matches(name, others, n=1, cutoff=0.75)
-        told.append(f"{name} (nearest: {near[0]})" if near else name)
-    return ", ".join(told) + (", …" if len(names) > NAMED_MAX else "")
+        told[index] = f"{name} (nearest: {near[0]})" if near else name
+    return listed(told, most=NAMED_MAX)
 
 
 def _check_forms(places: Mapping[str, Place], found: Mapping[str, StoredTensor]) -> None:

@@ -17,6 +17,7 @@ from shardb.errors import FormatError, LogTruncatedError, UsageError
 from shardb.filesystem import FileSystem, read_file
 from shardb.hard_links import make_own
 from shardb.index import MAP_BYTES, Index
+from shardb.listing import listed
 from shardb.locks import Locks
 from shardb.log import START, Log
 from shardb.objects import free_bytes_of
@@ -55,7 +56,7 @@ def create(files: FileSystem, root: str) -> bool:
         ]
         if foreign:
             raise UsageError(
-                f"{root}: not empty ({', '.join(foreign[:3])}) and not a store; choose another "
+                f"{root}: not empty ({listed(foreign, most=3)}) and not a store; choose another "
                 "directory",
                 path=root,
             )

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shardb.errors import ConflictError, NotFoundError, UsageError
+from shardb.listing import last_listed, listed
 from shardb.records import Commit
 from shardb.state import DEFAULT_BRANCH, Tables
 
@@ -131,7 +132,7 @@ def commit_of_step(tables: Tables, step: int, *, branch: str = DEFAULT_BRANCH) -
         )
     if not found:
         steps = sorted({commit.step for commit in live})
-        shown = ", ".join(map(str, steps[-SHOWN_MAX:])) or "none"
+        shown = last_listed(steps, most=SHOWN_MAX) or "none"
         raise NotFoundError(f"step {step} is not retained; retained steps: {shown}")
     return (on_main or found)[0]
 
@@ -185,7 +186,7 @@ def no_such(what: str, name: str, existing: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
     if near:
         return f"there is no {what} {name!r}; did you mean {' or '.join(near)}?"
-    return f"there is no {what} {name!r}; there are: {', '.join(known[:SHOWN_MAX]) or 'none'}"
+    return f"there is no {what} {name!r}; there are: {listed(known, most=SHOWN_MAX) or 'none'}"
 
 
 def _is_prefix(ref: str, commit: str) -> bool:

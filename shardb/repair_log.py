@@ -19,10 +19,11 @@ from shardb.fsck_log import CHANGED_FILE, Replay, check_log
 from shardb.fsck_view import View
 from shardb.history import FaultKey
 from shardb.index_state import IndexState, foreign_store
+from shardb.listing import listed
 from shardb.log import START
 from shardb.recovery import read_end
 from shardb.repair_fill import FilledLog, filled_from, is_idle
-from shardb.repair_plan import Plan, listed
+from shardb.repair_plan import Plan
 from shardb.repair_sources import StoreFiles
 from shardb.repair_state import (
     End,

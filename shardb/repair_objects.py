@@ -15,8 +15,9 @@ from shardb.errors import NotFoundError, UsageError
 from shardb.filesystem import FileSystem
 from shardb.fsck_impact import digests_of, needed_objects, with_deltas
 from shardb.fsck_objects import ObjectFault
+from shardb.listing import listed
 from shardb.records import Commit, ShardEntry
-from shardb.repair_plan import Plan, listed
+from shardb.repair_plan import Plan
 from shardb.repair_sources import ExchangedFiles, RepairSource, has_object
 from shardb.state import DictTables
 

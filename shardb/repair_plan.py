@@ -5,7 +5,6 @@ Knows nothing of how anything is decided or done.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,10 +93,3 @@ class Outcome:
             "loses": self.plan.loses,
             "remaining": [finding.to_json() for finding in self.remaining],
         }
-
-
-def listed(items: Iterable[object], *, most: int = 8) -> str:
-    """A few things by name, more by number."""
-    texts = [str(item) for item in items]
-    more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return ", ".join(texts[:most]) + more

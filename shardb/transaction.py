@@ -26,6 +26,7 @@ from shardb.buffers import PooledBuffer
 from shardb.digesting import GrowingDigest
 from shardb.errors import IncompleteCommitError, NotFoundError, UsageError
 from shardb.layout import TensorSpec
+from shardb.listing import listed
 from shardb.objects import StagedObject
 from shardb.publishing import publish_commit
 from shardb.records import Commit, ShardEntry, new_id, stored_form
@@ -305,7 +306,7 @@ class Transaction:
         if missing:
             raise IncompleteCommitError(
                 f"step {step} lacks {len(missing)} of {len(self.base.shards)} shards "
-                f"({', '.join(missing[:5])}{', …' if len(missing) > 5 else ''}): committing would "
+                f"({listed(missing, most=5)}): committing would "
                 "mix two steps. Stage them, or write them with trainable=False once"
             )
 

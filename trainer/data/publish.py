@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from shardb.errors import ConflictError, StorageFailedError
+from shardb.listing import listed
 from trainer.data.manifest import MANIFEST_NAME, SPLITS, TOKENIZER_NAME, load_manifest
 from trainer.errors import InputError
 
@@ -81,7 +82,7 @@ def refuse_target(out: Path, *, overwrite: bool) -> Path:
     foreign = sorted(names - _OWN_NAMES)
     if foreign:
         raise InputError(
-            f"{out}: holds {', '.join(foreign[:5])}, which no prepared data set has; "
+            f"{out}: holds {listed(foreign, most=5)}, which no prepared data set has; "
             "--overwrite would remove it: give another --out, or move it away"
         )
     if names and (MANIFEST_NAME not in names or load_manifest(target / MANIFEST_NAME) is None):

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from shardb.listing import listed
 from trainer.data.conversations import Fault, record_fault
 from trainer.data.source_bytes import SourceBytes
 from trainer.errors import InputError
@@ -142,7 +143,7 @@ class DocumentReader:
         if self._rules.form != "text":
             return self._record_of(body, line)
         if field not in body:
-            names = ", ".join(sorted(body)[:8]) or "none"
+            names = listed(sorted(body)) or "none"
             raise self._bad(line, f'no field "{field}" (fields: {names}); give --text-field')
         text = body[field]
         if not isinstance(text, str):
