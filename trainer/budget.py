@@ -70,6 +70,7 @@ class Budget:
     spill_bytes: int = 0
     overhead_bytes: int = STORE_OVERHEAD_BYTES  # log and index
     base_bytes: int = 0  # frozen shards: there is one copy, whatever is trained beside it
+    copies_base: bool = False  # in memory, in the dtype that computes
     copies: int = COPIES  # of the trained shards in the store, without snapshots
 
     @property

@@ -237,7 +237,10 @@ def _with_updates_placed(plan: Plan, note: Callable[[str], None]) -> Plan:
 def _budget(recipe: Recipe, settings: Settings, store: Path, found: Found) -> Budget:
     copies = found.kept_commits + 1  # and the step in work
     if recipe.lora is not None:
-        return adapter_budget(recipe, recipe.lora, settings, store, copies=copies)
+        base = found.base.shards if found.base else {}
+        stored = {name: entry.bytes for name, entry in base.items()}
+        given = (recipe, recipe.lora, settings, store)
+        return adapter_budget(*given, copies=copies, stored=stored)
     return placed(budget_of(recipe, settings, store, copies=copies), recipe, settings, store)
 
 

@@ -103,6 +103,7 @@ def engine_for(
     placement: str = "vram",
     spill_folder: str | None = None,
     keeps_base: bool = True,
+    copies_base: bool = False,
 ) -> Engine:
     """Make the engine of a run; sets the number of torch's threads, on which sums depend."""
     torch.set_num_threads(recipe.threads)
@@ -118,6 +119,7 @@ def engine_for(
             spill_folder=spill_folder,
             poison=settings.poison_buffers,
             keeps_base=keeps_base,
+            copies_base=copies_base,
             vram_budget_bytes=vram_budget_of(settings),
         )
     engine = Engine(recipe.model, options, device, spill_folder=spill_folder)
@@ -144,6 +146,7 @@ def opened_run(
         plan.budget.placement,
         spill_folder=str(plan.store / "spare"),
         keeps_base=plan.base_tier is None or plan.base_tier.kind == RAM,
+        copies_base=plan.budget.copies_base,
     )
     with opened_tiers(plan, engine, around) as tiers, closing(engine):
         head = tiers.training.branches()[tiers.branch]

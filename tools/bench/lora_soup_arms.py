@@ -93,7 +93,10 @@ def our_step(plan: dict[str, Any]) -> Step:
         lm_head_chunk_tokens=plan["chunk"],
         **values,  # type: ignore[arg-type]
     )
-    engine = AdapterEngine(model, options, Device.from_name(plan["device"]), lora)
+    # As `train` chooses where memory has room.
+    copies = plan["activations"] == "keep"
+    device = Device.from_name(plan["device"])
+    engine = AdapterEngine(model, options, device, lora, copies_base=copies)
     engine.use_pipeline(PipelineSettings())
     _commit_first(store, engine, work / "first.safetensors")
     done = 0

@@ -6,6 +6,7 @@ memory, from a walk through a step. Knows nothing of a run's progress.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from trainer.budget import (
     with_ram_disk,
 )
 from trainer.device import Device
+from trainer.lora.base_copies import COPIES, copied_bytes, has_room
 from trainer.lora.eager_way import eager_way
 from trainer.lora.nf4 import packed_shapes
 from trainer.lora.slots import placed_bytes
@@ -34,11 +36,17 @@ from trainer.recipe import Recipe, Settings
 
 
 def adapter_budget(
-    recipe: Recipe, lora: LoraSettings, settings: Settings, store: Path, *, copies: int
+    recipe: Recipe,
+    lora: LoraSettings,
+    settings: Settings,
+    store: Path,
+    *,
+    copies: int,
+    stored: Mapping[str, int] | None = None,
 ) -> Budget:
     """Work out the budgets of a run with adapters; InputError where a target is no module.
 
-    copies: as of `budget_of`.
+    copies: as of `budget_of`. stored: bytes of the base's objects, by shard, where it is there.
     """
     stages = build_stages(recipe.model)
     check_targets(stages, lora)
@@ -71,6 +79,10 @@ def adapter_budget(
     )
     found = replace(found, activations=kept, activations_why=kept_why)
     memory = _memory(recipe, lora, settings, found, kept)
+    if stored and _is_host(recipe):
+        copied = copied_bytes(recipe, lora, stored)
+        if has_room(settings, copied, sum(memory.values())):
+            found, memory = replace(found, copies_base=True), memory | {COPIES: copied}
     return replace(found, memory=with_ram_disk(replace(found, memory=memory), settings, store))
 
 

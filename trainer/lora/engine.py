@@ -14,12 +14,14 @@ from torch import Tensor
 
 from shardb import TensorSpec, Transaction
 from trainer.device import Device
+from trainer.device_lanes import lanes_of
 from trainer.engine import Engine, Rows
 from trainer.errors import InputError, NonFiniteError
 from trainer.evaluate import EvalResult
 from trainer.lora import nf4
 from trainer.lora.adoption import NewAdapters
 from trainer.lora.feeding import DeviceBase
+from trainer.lora.host_base import HostBase
 from trainer.lora.model import AdaptedModel
 from trainer.lora.residency import Residency
 from trainer.lora.step import AdapterPass, AdapterStep
@@ -40,6 +42,7 @@ class AdapterEngine(Engine):
 
     poison: fill slots that were given back with NaN, to find whoever still reads them.
     keeps_base: let a device's copies of the base stay in host memory.
+    copies_base: where the host computes, keep a copy of what is stored in another dtype.
     vram_budget_bytes: device memory that frozen blocks may fill; None lets none of them stay.
 
     Raises:
@@ -57,6 +60,7 @@ class AdapterEngine(Engine):
         spill_folder: str | None = None,
         poison: bool = False,
         keeps_base: bool = True,
+        copies_base: bool = False,
         vram_budget_bytes: int | None = None,
     ) -> None:
         check_options(options, lora)
@@ -66,8 +70,11 @@ class AdapterEngine(Engine):
         self.lora = lora
         self._seed = seed
         self._poison = poison
-        base = None
-        if not device.is_host:
+        base = copies = None
+        if device.is_host:
+            if copies_base and not poison:
+                copies = HostBase(device, lanes_of(device), options.torch_dtype)
+        else:
             base = DeviceBase(
                 device,
                 options.torch_dtype,
@@ -75,7 +82,7 @@ class AdapterEngine(Engine):
                 keeps_host=keeps_base,
                 inputs_on_host=options.activation_placement == "host",
             )
-        self.adapted = AdaptedModel.of(self._model, lora, poison=poison, base=base)
+        self.adapted = AdaptedModel.of(self._model, lora, poison=poison, base=base, copies=copies)
         self._residency = None if base is None else Residency(self.adapted, vram_budget_bytes)
 
     def use_pipeline(self, settings: PipelineSettings) -> None:

@@ -14,6 +14,7 @@ import torch
 from trainer.lora import nf4
 from trainer.lora.compiled import CompiledAdapted
 from trainer.lora.feeding import DeviceBase
+from trainer.lora.host_base import HostBase
 from trainer.lora.slots import SlotPool, placed_bytes
 from trainer.lora.stages import AdaptedStage, adapted
 from trainer.lora.targets import check_targets
@@ -39,10 +40,12 @@ class AdaptedModel:
         *,
         poison: bool = False,
         base: DeviceBase | None = None,
+        copies: HostBase | None = None,
     ) -> AdaptedModel:
         """Give a model adapters; InputError where a target is no module of it.
 
         base: what brings frozen stages to a device ahead of their use; one after the other without.
+        copies: as of `SlotPool`.
         """
         check_targets(model.trunk, lora)
         trunk = [adapted(stage, lora) for stage in model.trunk]
@@ -52,7 +55,7 @@ class AdaptedModel:
             step=replace(model, trunk=trunk, head=head, blocks=blocks),
             trunk=trunk,
             head=head,
-            pool=slot_pool(model, trunk, poison=poison),
+            pool=slot_pool(model, trunk, poison=poison, copies=copies),
             base=base,
         )
 
@@ -81,10 +84,16 @@ def backward_order(trunk: Sequence[AdaptedStage]) -> list[AdaptedStage]:
     return list(reversed(trunk[first:]))
 
 
-def slot_pool(model: StepModel, trunk: Sequence[AdaptedStage], *, poison: bool = False) -> SlotPool:
+def slot_pool(
+    model: StepModel,
+    trunk: Sequence[AdaptedStage],
+    *,
+    poison: bool = False,
+    copies: HostBase | None = None,
+) -> SlotPool:
     """Give a slot for a model's largest block."""
     size = slot_bytes(trunk, model.options.torch_dtype)
-    return SlotPool(model.device, slot_bytes=size, poison=poison)
+    return SlotPool(model.device, slot_bytes=size, poison=poison, copies=copies)
 
 
 def slot_bytes(trunk: Sequence[AdaptedStage], dtype: torch.dtype) -> int:

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from shardb import torch_adaptor
-from shardb.views import TensorImage
+from shardb.views import ShardView, TensorImage
 from trainer.device import ALIGNMENT_BYTES, Device
 from trainer.device_lanes import Mark
 from trainer.lora.forms import SlotForm, form_of, whole
+from trainer.lora.host_base import HostBase
 
 # Every element of these bytes is NaN, in each form of floating point that weights have.
 POISON = 0xFF
@@ -95,21 +96,32 @@ class SlotPool:
     """Brings shards into slots on a device, in the dtype that computes.
 
     slot_bytes: of the slot that is kept; what is larger gets memory of its own for one lease.
+    copies: keeps every shard in the dtype that computes, where the device is the host and there is
+    room; none passes through a slot then.
     """
 
-    def __init__(self, device: Device, *, slot_bytes: int, poison: bool = False) -> None:
+    def __init__(
+        self,
+        device: Device,
+        *,
+        slot_bytes: int,
+        poison: bool = False,
+        copies: HostBase | None = None,
+    ) -> None:
         self.poison = poison
         self.filled_bytes = 0
         self._device = device
         self._slot_bytes = slot_bytes
         self._slot: Slot | None = None
+        self._copies = copies
 
     @contextmanager
     def lease(self, view: TensorImage, dtype: torch.dtype | None) -> Iterator[Lease]:
         """Give a shard's tensors for a block, in `dtype`; with None the store's own memory."""
         stored = torch_adaptor.tensors(view)
-        if self._is_usable(stored, dtype):
-            found = Lease(stored, None)
+        ready = stored if self._is_usable(stored, dtype) else self._copied(view)
+        if ready is not None:
+            found = Lease(ready, None)
             try:
                 yield found
             finally:
@@ -126,6 +138,13 @@ class SlotPool:
         finally:
             found.is_over = True
             slot.give_back(poison=self.poison)
+
+    def _copied(self, view: TensorImage) -> Mapping[str, Tensor] | None:
+        if self._copies is None:
+            return None
+        assert isinstance(view, ShardView), "a copy is told by its digest"
+        shard = self._copies.shard(view)
+        return shard.form.tensors(shard.image)
 
     def _is_usable(self, stored: Mapping[str, Tensor], dtype: torch.dtype | None) -> bool:
         """Say whether what was read needs no slot: it is looked up, or computes as it is."""
