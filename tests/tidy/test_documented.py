@@ -9,7 +9,7 @@ import pytest
 
 from tests.tidy.documented import Known, calls_in, known, untrue_calls
 from tests.tidy.remedies import flags_of_commands
-from tests.tidy.source import python_sources, text_files
+from tests.tidy.source import project_files, python_sources, text_files
 from tools.coverage_gate import modules
 from tools.crash_campaign import plan
 from tools.mutation import load
@@ -89,3 +89,10 @@ def test_are_the_workloads_mutants_and_modules_those_there_are(testing: str) -> 
         "modules": {str(len(modules()))},
         "workloads": {f"{len(plan(0)):,}"},
     }
+
+
+def test_is_every_package_described(repository: Path) -> None:
+    told = (repository / "docs" / "architecture.md").read_text()
+    packages = {p.rpartition("/")[0] for p in project_files() if p.endswith("/__init__.py")}
+    assert [p for p in sorted(packages - {"tests"}) if f"| `{p}/` |" not in told] == []
+    assert {"shardb/testing", "trainer/lora"} <= packages
