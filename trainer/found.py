@@ -6,8 +6,10 @@ empty where history exists, and no committed step is passed over without a word.
 
 from __future__ import annotations
 
+import difflib
 import os
 import shlex
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -70,6 +72,8 @@ def find_run(given: Given) -> Found:
         _check_may_hold_steps(Path(active))
     if not _is_store(path):
         _check_may_begin(path, branch, from_ref=given.get("from_ref"))
+        if "data_dir" not in given:
+            raise _no_store(path)
         if active is not None:
             _refuse_history(Path(active), path)
         return Found(branch=branch)
@@ -230,6 +234,20 @@ def _refuse_lost_link(path: Path, flag: str) -> None:
             f"{flag} {path}: this is a link that leads nowhere: mount or bring back what it leads"
             f" to, or give another {flag}"
         )
+
+
+def _no_store(path: Path) -> InputError:
+    """Say that a call which can only go on with a run names none: its name may be mistyped."""
+    stores: list[str] = []
+    with suppress(OSError):
+        beside = path.absolute().parent.iterdir()
+        stores = [each.name for each in beside if (each / FORMAT_FILE).is_file()]
+    near = difflib.get_close_matches(path.name, stores, n=1)
+    meant = f" (did you mean {path.with_name(near[0])}?)" if near else ""
+    return InputError(
+        f"--store {path}: there is no store here to go on with{meant}, and a new run needs"
+        " --data-dir: the folder of token rows that `train-data prepare` made"
+    )
 
 
 def _refuse_history(active_path: Path, path: Path) -> None:

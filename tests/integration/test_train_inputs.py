@@ -137,6 +137,19 @@ def test_what_a_new_run_needs_is_asked_for(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_mistyped_store_is_told_as_one(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_here(arguments(tmp_path / "first-run", data, "--max-steps", "0")) == 0
+    assert train_here(["--store", str(tmp_path / "fist-run")]) == 2
+    told = capsys.readouterr().err
+    assert "fist-run: there is no store here to go on with" in told
+    assert f"did you mean {tmp_path / 'first-run'}?" in told
+    assert train_here(["--store", str(tmp_path / "elsewhere" / "x")]) == 2
+    assert "did you mean" not in capsys.readouterr().err
+    assert not (tmp_path / "fist-run").exists()
+
+
 def test_a_full_disk_is_told_before_anything_is_made(
     data: Path,
     tmp_path: Path,
