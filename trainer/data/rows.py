@@ -271,11 +271,13 @@ def vocabulary_warning(rows: TokenRows, vocab_size: int) -> str | None:
     used = rows.split.distinct_ids if rows.split is not None and is_described else largest_id + 1
     if used * 2 > vocab_size:
         return None
+    remedy = "prepare the data with a smaller vocabulary"
+    if (largest_id + 1) * 2 <= vocab_size:
+        remedy = f"--vocab-size {largest_id + 1} would do, or {remedy}"
     return (
         f"the model has {vocab_size:,} token ids but its training data uses at most {used:,} "
         f"(largest id {largest_id:,}): {100 * (vocab_size - used) / vocab_size:.0f} % of the rows "
-        f"of the embedding and the head are never learned; --vocab-size {largest_id + 1} would "
-        "do, or prepare the data with a smaller vocabulary"
+        f"of the embedding and the head are never learned; {remedy}"
     )
 
 

@@ -6,7 +6,8 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -256,6 +257,16 @@ def test_is_a_far_too_large_vocabulary_warned_of(tmp_path: Path) -> None:
     assert "--vocab-size 8000" in warning
     assert vocabulary_warning(rows, 8000) is None
     assert vocabulary_warning(rows, 15_999) is None
+
+
+def test_is_no_size_advised_that_is_the_one_that_was_given() -> None:
+    """A manifest tells that few ids are used, and that the last one is among them."""
+    split = SimpleNamespace(distinct_ids=500)
+    told = {"split": split, "is_described": lambda: True, "largest_id": lambda: 7999}
+    spread = vocabulary_warning(cast(TokenRows, SimpleNamespace(**told)), 8000)
+    assert spread is not None
+    assert "--vocab-size" not in spread
+    assert "never learned; prepare the data with a smaller vocabulary" in spread
 
 
 def test_are_narrow_files_of_a_wide_vocabulary_warned_of(tmp_path: Path) -> None:
