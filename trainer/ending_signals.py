@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-AGAIN_SECONDS = 0.05
+AGAIN_SECONDS = 0.01
 TERMINATED = 143
 
 
