@@ -29,6 +29,8 @@ from trainer.errors import InputError
 from trainer.page_locks import PageLocks
 
 ALIGNMENT_BYTES = 64
+# Compute capability of Hopper; on others cuDNN was not measured.
+TENSOR_COPIES = 9
 EVENTS_MAX = 1_000_000
 
 
@@ -259,6 +261,13 @@ class Device:
 
     def _move(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.torch_device)
+
+
+def has_tensor_copies(device: torch.device) -> bool:
+    """Say whether a device copies tiles by itself, which cuDNN has kernels of attention for."""
+    major: int = torch.cuda.get_device_capability(device)[0]
+    has_cudnn: bool = torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
+    return has_cudnn and major == TENSOR_COPIES
 
 
 def _unlock_pages(page_locks: PageLocks, address: int, size: int) -> None:

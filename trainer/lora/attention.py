@@ -12,10 +12,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from trainer.device import has_tensor_copies
 from trainer.model.layers import causal_attention
 
 # What a fused kernel can take of a head.
-WIDTH_MULTIPLE, WIDTH_MAX = 8, 256
+WIDTH_MULTIPLE, WIDTH_MAX, CUDNN_WIDTH_MAX = 8, 256, 128
 CPU_FUSED = 1
 
 
@@ -75,29 +76,20 @@ class Flash:
         return query, key, value
 
 
-class Cudnn:
-    """cuDNN's kernel in half precision."""
+class CudnnThere(Flash):
+    """cuDNN's kernel there, which takes half the time, and PyTorch's own back.
 
-    def __init__(self) -> None:
-        self._rest: dict[torch.Size, tuple[Any, ...]] = {}
+    What cuDNN adds up on its way back comes out otherwise from time to time. PyTorch's kernel needs
+    the output and the logarithms of sums alone, which are the same of both.
+    """
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """See `Attention`."""
+        if query.shape not in self._rest:  # what the way back takes beside
+            super().forward(query, key, value)
         call = torch.ops.aten._scaled_dot_product_cudnn_attention
-        mixed, sums, cum_q, cum_k, max_q, max_k, *seeds = call(
-            query, key, value, None, True, 0.0, True
-        )[:8]
-        self._rest.setdefault(query.shape, (*seeds, None, cum_q, cum_k, max_q, max_k, 0.0, True))
-        return mixed, sums
-
-    def back(
-        self, gradient: Tensor, heads: tuple[Tensor, Tensor, Tensor], mixed: Tensor, sums: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Attention`."""
-        call = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
-        rest = self._rest[heads[0].shape]
-        query, key, value = call(gradient, *heads, mixed, sums, *rest)
-        return query, key, value
+        mixed, sums = call(query, key, value, None, True, 0.0, True)[:2]
+        return mixed, sums.view(query.shape[:3])
 
 
 class Chosen:
@@ -126,5 +118,6 @@ def attention_for(query: Tensor, key: Tensor, value: Tensor) -> Attention:
         choice = torch._fused_sdp_choice(*given, enable_gqa=query.shape[1] != key.shape[1])
         return HostFused() if choice == CPU_FUSED else Chosen()
     if query.dtype.itemsize == 2 and width % WIDTH_MULTIPLE == 0 and width <= WIDTH_MAX:
-        return Flash()
+        by_cudnn = width <= CUDNN_WIDTH_MAX and has_tensor_copies(query.device)
+        return CudnnThere() if by_cudnn else Flash()
     return Chosen()

@@ -80,9 +80,9 @@ class WalkedPieces(Pieces):
     ) -> tuple[Tensor, list[Tensor]]:
         """See `Pieces`."""
         turned = [torch.empty_like(each) for each in gradients[:2]]
-        found = self._through(INPUTS, leaves, x)
+        found = self._summed(INPUTS, leaves, x)
         del turned
-        return torch.empty_like(x), found
+        return found
 
     def summed(self, weights: Named, leaves: Named, x: Tensor, mixed_BHTK: Tensor) -> Tensor:
         """See `Pieces`."""
@@ -116,8 +116,7 @@ class WalkedPieces(Pieces):
         summed: Tensor,
     ) -> tuple[Tensor, list[Tensor]]:
         """See `Pieces`."""
-        found = self._through(GATES, leaves, x)
-        return torch.empty_like(x), found
+        return self._summed(GATES, leaves, x)
 
     def last(self, weights: Named, leaves: Named, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
         """See `Pieces`."""
@@ -132,11 +131,12 @@ class WalkedPieces(Pieces):
     ) -> tuple[list[Tensor], list[Tensor]]:
         """See `Pieces`."""
         inner = torch.empty_like(gate)
-        through = torch.empty_like(gate) if leaves else None
-        found = self._through(LAST, leaves, gate, ways=0)
-        del through
         of_gates = [torch.empty_like(gate), torch.empty_like(up)]
-        del inner
+        beside = []
+        if leaves:
+            beside = [torch.empty_like(gate), self._tensor(gradient, gradient.shape[-1], wide=True)]
+        found = self._through(LAST, leaves, gate, ways=0)
+        del inner, beside
         return of_gates, found
 
     def _tensor(self, x: Tensor, width: int, *, wide: bool = False) -> Tensor:
@@ -166,6 +166,12 @@ class WalkedPieces(Pieces):
         found = torch.empty_like(base)
         del added, base
         return found
+
+    def _summed(self, group: Group, leaves: Named, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Go back to a group's input; the gradient of x is written over one of what it sums up."""
+        output = torch.empty_like(x) if self._adapted(group, leaves) else None
+        found = self._through(group, leaves, x)
+        return torch.empty_like(x) if output is None else output, found
 
     def _through(
         self, group: Group, leaves: Named, x: Tensor, *, ways: int | None = None

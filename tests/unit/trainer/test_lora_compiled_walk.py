@@ -24,9 +24,7 @@ from trainer.model.stages import build_trunk
 from trainer.options import EngineOptions
 from trainer.vram import StepShape
 
-OVER_MAX = 1.01
-# Where every matrix has adapters the compiler has more ways to plan.
-MANY_OVER_MAX = 1.05
+OVER_MAX = 1.05
 MODEL = ModelConfig(
     vocab_size=128,
     hidden_size=256,
@@ -42,41 +40,78 @@ MANY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """What a step of 8 rows of 128 tokens took, in bytes."""
+    """What a step of 8 rows of 128 tokens took, in bytes.
+
+    over_max: in bf16 a processor's compiler writes more over what is there than is foretold.
+    """
 
     dtype: str
     targets: tuple[str, ...]
     accumulation: int
     intermediate_size: int
     peak: int
-    over_max: float = OVER_MAX
+    over_max: float
+    activations: str = "recompute"
 
 
 TAKEN = [
-    Taken(dtype="bf16", targets=ATTENTION, accumulation=1, intermediate_size=896, peak=14262274),
-    Taken(dtype="fp32", targets=ATTENTION, accumulation=1, intermediate_size=896, peak=27369476),
-    Taken(dtype="bf16", targets=ATTENTION, accumulation=3, intermediate_size=256, peak=14680064),
+    Taken(
+        dtype="bf16",
+        targets=ATTENTION,
+        accumulation=1,
+        intermediate_size=896,
+        peak=13277186,
+        over_max=1.1,
+    ),
+    Taken(
+        dtype="fp32",
+        targets=ATTENTION,
+        accumulation=1,
+        intermediate_size=896,
+        peak=26296324,
+        over_max=1.02,
+    ),
+    Taken(
+        dtype="fp32",
+        targets=ATTENTION,
+        accumulation=1,
+        intermediate_size=896,
+        peak=30523396,
+        over_max=1.02,
+        activations="attention",
+    ),
+    Taken(
+        dtype="bf16",
+        targets=ATTENTION,
+        accumulation=3,
+        intermediate_size=256,
+        peak=24264704,
+        over_max=1.02,
+        activations="attention",
+    ),
     Taken(
         dtype="bf16",
         targets=MANY,
         accumulation=1,
         intermediate_size=896,
-        peak=16515074,
-        over_max=MANY_OVER_MAX,
+        peak=16310274,
+        over_max=1.05,
     ),
     Taken(
         dtype="bf16",
         targets=("down_proj",),
         accumulation=2,
         intermediate_size=896,
-        peak=23687170,
+        peak=27348994,
+        over_max=1.01,
     ),
     Taken(
         dtype="bf16",
         targets=(*MANY, "down_proj"),
         accumulation=1,
         intermediate_size=896,
-        peak=24936450,
+        peak=25378818,
+        over_max=1.01,
     ),
 ]
 
@@ -84,7 +119,12 @@ TAKEN = [
 def shape_of(taken: Taken, *, compiled: bool) -> StepShape:
     return StepShape(
         model=replace(MODEL, intermediate_size=taken.intermediate_size),
-        options=EngineOptions(dtype=taken.dtype, lm_head_chunk_tokens=64, compile_blocks=compiled),
+        options=EngineOptions(
+            dtype=taken.dtype,
+            lm_head_chunk_tokens=64,
+            compile_blocks=compiled,
+            activations=taken.activations if compiled else "recompute",
+        ),
         micro_batch_size=8,
         accumulation=taken.accumulation,
         seq_len=128,
@@ -101,14 +141,14 @@ def foretold(taken: Taken, *, compiled: bool) -> int:
 
 
 @pytest.mark.parametrize(
-    "taken", TAKEN, ids=lambda t: f"{t.dtype}-{len(t.targets)}-{t.accumulation}"
+    "taken", TAKEN, ids=lambda t: f"{t.dtype}-{len(t.targets)}-{t.accumulation}-{t.activations}"
 )
 def test_the_prediction_is_what_a_compiled_step_took(taken: Taken) -> None:
     predicted = foretold(taken, compiled=True)
     assert taken.peak <= predicted <= taken.over_max * taken.peak, (taken.peak, predicted)
     # The walk of PyTorch's own kernels, as a control, is another one.
     plain = foretold(taken, compiled=False)
-    assert not taken.peak <= plain <= OVER_MAX * taken.peak, (taken.peak, plain)
+    assert not taken.peak <= plain <= taken.over_max * taken.peak, (taken.peak, plain)
 
 
 @pytest.mark.gpu
@@ -128,4 +168,4 @@ def test_a_device_takes_what_was_foretold(vocabulary: int) -> None:
     peak = Trained(Device.from_name("cuda")).peaks(case.kind, shape).total
     predicted = predicted_adapter_bytes(shape, QV, is_host=False)
     print(f"compiled, {vocabulary:,} words: {predicted:,} foretold, {peak:,} taken")
-    assert peak <= predicted <= MANY_OVER_MAX * peak, (peak, predicted)
+    assert peak <= predicted <= OVER_MAX * peak, (peak, predicted)
