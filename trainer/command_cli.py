@@ -14,15 +14,26 @@ from typing import Any, NoReturn
 import typer
 
 from shardb.errors import EXIT_CODES, ShardbError
+from shardb.storage_errors import ADVICE, FULL
 from trainer.ending_signals import ending_signals
+from trainer.help_cli import GroupedCommand
 
-_OS_EXIT_CODES = {errno.ENOSPC: 6, errno.EDQUOT: 6, errno.EIO: 7}
+# What a machine refuses, not what was typed: of a missing file or a right the user is told with 2.
+_MACHINE = (
+    errno.EIO,
+    errno.ENOMEM,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.EINTR,
+    errno.EROFS,
+    errno.EFBIG,
+)
 
 
 def new_app(command: Any, help_text: str) -> typer.Typer:
     """Make the command line of one command; its help ends with the table of exit codes."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(help=f"{help_text}\n{exit_code_table()}")(command)
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command(help=f"{help_text}\n{exit_code_table()}", cls=GroupedCommand)(command)
     return app
 
 
@@ -35,7 +46,7 @@ def answer(app: typer.Typer, arguments: list[str], name: str) -> int:
     except ShardbError as error:
         return fail(str(error), error.exit_code)
     except OSError as error:
-        return fail(_os_error_text(error), _OS_EXIT_CODES.get(error.errno or 0, 2))
+        return fail(_os_error_text(error), _os_exit_code(error))
     except MemoryError:
         return fail("out of memory: `train --dry-run` says what needs most of it", 2)
     except Exception as error:
@@ -80,6 +91,13 @@ def exit_code_table() -> str:
     return f"\b\nExit codes:\n{rows}"
 
 
+def _os_exit_code(error: OSError) -> int:
+    if error.errno in FULL:
+        return 6
+    return 7 if error.errno in _MACHINE else 2
+
+
 def _os_error_text(error: OSError) -> str:
     where = f"{error.filename}: " if error.filename else ""
-    return f"{where}{error.strerror or error}"
+    advice = f": {ADVICE[error.errno]}" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+    return f"{where}{error.strerror or error}{advice}"
