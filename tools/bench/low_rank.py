@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -24,18 +24,29 @@ from torch import Tensor
 
 from trainer.device import Device
 from trainer.model import low_rank
-from trainer.model.adapters import Adapter
 from trainer.model.compiled import compiled
 
-PIECES = (256, 512, 1024, 2048, 1 << 20)
+# Of sums over a block's width, and of sums over tokens.
+PIECES = ((512, 256), (512, 512), (256, 128), (1 << 20, 1 << 20))
+SHOWN = 24
 SCALE = 2.0
 AT_ONCE = 10
 
 
+@dataclass(frozen=True, kw_only=True)
 class Given:
-    """Drawn tensors of one block: x, A and B of two modules, their bases and gradients."""
+    """Tensors of one block: x, A and B of two modules, their bases and gradients."""
 
-    def __init__(self, arguments: argparse.Namespace, device: Device, mean: float) -> None:
+    rank: int
+    x: Tensor
+    a: list[Tensor]
+    b: list[Tensor]
+    base: list[Tensor]
+    gradients: list[Tensor]
+
+    @classmethod
+    def drawn(cls, arguments: argparse.Namespace, device: Device, mean: float) -> Given:
+        """Draw them."""
         place = device.torch_device
         generator = torch.Generator(place).manual_seed(0)
 
@@ -44,52 +55,66 @@ class Given:
 
         tokens, hidden, rank = arguments.tokens, arguments.hidden, arguments.rank
         widths = (hidden, arguments.kv)
-        self.rank = rank
-        self.x = (draw(tokens, hidden) + mean).bfloat16()
-        self.a = [draw(rank, hidden) * hidden**-0.5 for _ in widths]
-        self.b = [draw(width, rank) * 0.02 for width in widths]
-        self.base = [draw(tokens, width).bfloat16() for width in widths]
-        self.gradients = [(draw(tokens, width) + mean).bfloat16() for width in widths]
-
-    def leaves(self) -> list[Tensor]:
-        """Give what gradients are taken of."""
-        return [t.detach().requires_grad_() for t in (self.x, *self.a, *self.b, *self.base)]
+        return cls(
+            rank=rank,
+            x=(draw(tokens, hidden) + mean).bfloat16(),
+            a=[draw(rank, hidden) * hidden**-0.5 for _ in widths],
+            b=[draw(width, rank) * 0.02 for width in widths],
+            base=[draw(tokens, width).bfloat16() for width in widths],
+            gradients=[(draw(tokens, width) + mean).bfloat16() for width in widths],
+        )
 
 
-def arm(rank: int, *, in_parts: bool) -> Callable[..., Any]:
-    """Give both modules' outputs by one way of multiplying; a new function each, compiled anew."""
-
-    def forward(x: Tensor, a0: Tensor, a1: Tensor, b0: Tensor, b1: Tensor, *bases: Tensor) -> Any:
-        joined = torch.cat([a0, a1])
-        if in_parts:
-            lows = torch.split(low_rank.low_of(x, joined), rank, dim=-1)
-            return [
-                low_rank.added_low(base, low, b, scale=SCALE, rounds_first=True)
-                for base, low, b in zip(bases, lows, (b0, b1), strict=True)
-            ]
-        lows = torch.split(F.linear(x.float(), joined), rank, dim=-1)
-        return [
-            Adapter(a_RI=joined, b_OR=b, scale=SCALE, rounds_first=True).added_low(base, low)
-            for base, low, b in zip(bases, lows, (b0, b1), strict=True)
-        ]
-
-    torch._dynamo.reset()
-    return compiled(forward)
+def in_fp32(given: Given) -> list[Tensor]:
+    """Give outputs and all gradients, with products of fp32."""
+    rank, x = given.rank, given.x
+    stacked = torch.cat(given.a)
+    lows = torch.split(F.linear(x.float(), stacked), rank, dim=-1)
+    found, of_lows = [], []
+    for low, b, base, g in zip(lows, given.b, given.base, given.gradients, strict=True):
+        found.append(base + (F.linear(low, b) * SCALE).to(base.dtype))
+        wide = g.float() * SCALE
+        of_lows.append(wide @ b)
+        found.append(wide.t() @ low)
+    of_low = torch.cat(of_lows, dim=-1)
+    return [*found, (of_low @ stacked).to(x.dtype), of_low.t() @ x.float()]
 
 
-def once(function: Callable[..., Any], given: Given) -> list[Tensor]:
-    """Go forward and back; give outputs and gradients."""
-    leaves = given.leaves()
-    outputs = function(*leaves)
-    return [*outputs, *torch.autograd.grad(outputs, leaves, given.gradients)]
+def in_parts(given: Given) -> list[Tensor]:
+    """Give the same with products of parts in bf16."""
+    rank, x = given.rank, given.x
+    stacked = torch.cat(given.a)
+    lows = torch.split(low_rank.narrowed(x, stacked), rank, dim=-1)
+    found, of_lows = [], []
+    for low, b, base, g in zip(lows, given.b, given.base, given.gradients, strict=True):
+        added = low_rank.raised(low, b, SCALE, base.dtype)
+        found.append((base[None] + added[None])[0])
+        of_low, of_b = low_rank.back_raised(g, low, b, SCALE)
+        of_lows.append(of_low)
+        found.append(of_b)
+    return [*found, *low_rank.back_narrowed(torch.cat(of_lows, dim=-1), x, stacked)]
 
 
-def errors(given: Given, *, in_parts: bool) -> dict[str, tuple[float, float]]:
+def arm(work: Callable[[Given], list[Tensor]], given: Given) -> Callable[[], list[Tensor]]:
+    """Give one way of multiplying, compiled with the pieces that are set now."""
+    tensors = (given.x, *given.a, *given.b, *given.base, *given.gradients)
+
+    def function(x: Tensor, *others: Tensor) -> list[Tensor]:
+        pairs = [list(others[start : start + 2]) for start in range(0, 8, 2)]
+        names = ("a", "b", "base", "gradients")
+        return work(Given(rank=given.rank, x=x, **dict(zip(names, pairs, strict=True))))
+
+    called = compiled(function)
+    called(*tensors)
+    return lambda: called(*tensors)
+
+
+def errors(given: Given, *, is_split: bool) -> dict[str, tuple[float, float]]:
     """Give the errors of the products, each of what the way before it gave."""
     x, g, a, b = given.x, given.gradients[0], given.a[0], given.b[0]
     right = (x.double() @ a.double().t()).float()
-    low = low_rank.narrowed(x, a) if in_parts else F.linear(x.float(), a)
-    if in_parts:
+    low = low_rank.narrowed(x, a) if is_split else F.linear(x.float(), a)
+    if is_split:
         up = low_rank.raised(right, b, SCALE, torch.float32)
         of_low, of_b = low_rank.back_raised(g, right, b, SCALE)
         of_x, of_a = low_rank.back_narrowed(right, x, a)
@@ -115,58 +140,58 @@ def _error(found: Tensor, right: Tensor) -> tuple[float, float]:
     return float(off.square().mean().sqrt() / size), float(off.abs().max() / size)
 
 
-def milliseconds(function: Callable[..., Any], given: Given, device: Device) -> float:
+def milliseconds(function: Callable[[], list[Tensor]], device: Device) -> float:
     """Time one pass both ways, of some that are asked for at once."""
     device.wait()
     began = time.perf_counter()
     for _ in range(AT_ONCE):
-        once(function, given)
+        function()
     device.wait()
     return (time.perf_counter() - began) / AT_ONCE * 1e3
 
 
-def kernels_of(function: Callable[..., Any], given: Given) -> str:
-    """Give what a device runs in one pass, what takes longest first."""
+def kernels_of(function: Callable[[], list[Tensor]]) -> str:
+    """Give what a device runs in one pass, what takes longest first, and its sum."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
-        once(function, given)
-    rows = sorted(profile.key_averages(), key=lambda row: -row.self_device_time_total)
-    return "\n".join(
+        function()
+    kernels = [row for row in profile.key_averages() if row.device_type.name == "CUDA"]
+    kernels.sort(key=lambda row: -row.self_device_time_total)
+    lines = [
         f"  {row.self_device_time_total:9.1f} us {row.count:4} {row.key[:90]}"
-        for row in rows[:24]
-        if row.self_device_time_total > 0
-    )
+        for row in kernels[:SHOWN]
+    ]
+    total = sum(row.self_device_time_total for row in kernels)
+    return "\n".join([*lines, f"  {total:9.1f} us in all"])
 
 
 def compare(arguments: argparse.Namespace, device: Device) -> None:
     """Print errors, times and kernels."""
     for mean in (0.0, 1.0):
-        given = Given(arguments, device, mean)
+        given = Given.drawn(arguments, device, mean)
         print(f"errors (mean square, largest), inputs of mean {mean}")
-        said = {"fp32": errors(given, in_parts=False)}
-        for piece in PIECES:
-            low_rank.PIECE = piece
-            said[f"pieces of {piece}"] = errors(given, in_parts=True)
+        said = {"fp32": errors(given, is_split=False)}
+        for pieces in PIECES:
+            low_rank.PIECE, low_rank.TOKENS_PIECE = pieces
+            said[f"pieces of {pieces}"] = errors(given, is_split=True)
         for name, found in said.items():
             cells = (f"{key} {rms:.2e} {most:.2e}" for key, (rms, most) in found.items())
-            print(f"  {name:<18}", "; ".join(cells), flush=True)
-    given = Given(arguments, device, 0.0)
-    arms = {"fp32": arm(given.rank, in_parts=False)}
-    for piece in PIECES:
-        low_rank.PIECE = piece
-        arms[f"pieces of {piece}"] = arm(given.rank, in_parts=True)
-        once(arms[f"pieces of {piece}"], given)
+            print(f"  {name:<22}", "; ".join(cells), flush=True)
+    given = Given.drawn(arguments, device, 0.0)
+    arms = {"fp32": arm(in_fp32, given)}
+    for pieces in PIECES:
+        low_rank.PIECE, low_rank.TOKENS_PIECE = pieces
+        arms[f"pieces of {pieces}"] = arm(in_parts, given)
     times: dict[str, list[float]] = {name: [] for name in arms}
-    once(arms["fp32"], given)
     for _ in range(arguments.rounds):
         for name, function in arms.items():
-            times[name].append(milliseconds(function, given, device))
+            times[name].append(milliseconds(function, device))
     for name, taken in times.items():
         middle = statistics.median(taken)
-        print(f"  {name:<18} {middle:.3f} ms ({min(taken):.3f}..{max(taken):.3f})", flush=True)
+        print(f"  {name:<22} {middle:.3f} ms ({min(taken):.3f}..{max(taken):.3f})", flush=True)
     if not device.is_host:
-        for name in ("fp32", "pieces of 512"):
-            print(name, kernels_of(arms[name], given), sep="\n")
+        for name, function in arms.items():
+            print(name, kernels_of(function), sep="\n", flush=True)
 
 
 def main(words: Sequence[str] | None = None) -> int:

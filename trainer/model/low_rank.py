@@ -7,29 +7,27 @@ the matrix to the last bit, since 24 bits are three times 8; of the products of 
 out that are below the last bit of the first.
 
 Tensor cores cut off where fp32 would round, which shows in long sums: those are cut into pieces,
-whose sums are added in fp32.
+whose sums are added in fp32. On an H200 errors of the pieces' lengths below are those of fp32.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 # Of 32 bits of an fp32 value: sign, exponent, and the first 7 bits behind the leading one.
 UPPER_BITS = -(1 << 16)
-PIECE = 512
-# Until a device has shown that errors are no larger than fp32's.
-READY = False
+# The longest pieces of sums over a width, and of those over a micro-batch's tokens, which kernels
+# for fp32 add up in several parts themselves; short sums are cut all the same.
+PIECE, TOKENS_PIECE = 512, 256
+SHORTEST, AT_LEAST = 128, 8
 # Which parts of two matrices are multiplied; the smallest products come first.
 PAIRS = ((2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0))
 
 
 def takes(x: Tensor) -> bool:
     """Say whether products with x go this way."""
-    return READY and x.device.type != "cpu" and x.dtype == torch.bfloat16
+    return x.device.type != "cpu" and x.dtype == torch.bfloat16
 
 
 def parts_of(wide: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,8 +49,7 @@ def _upper(wide: Tensor) -> Tensor:
 
 def narrowed(x_NI: Tensor, a_RI: Tensor) -> Tensor:
     """Give x A^T, fp32 [N, R]."""
-    found = _summed(x_NI, torch.cat(parts_of(a_RI)).t())
-    return _joined(found, dim=1)
+    return _joined(_summed(x_NI, torch.cat(parts_of(a_RI)).t(), PIECE), dim=1)
 
 
 def raised(low_NR: Tensor, b_OR: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -64,26 +61,15 @@ def back_raised(
     gradient_NO: Tensor, low_NR: Tensor, b_OR: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Give the gradients of low and of B."""
-    of_low = _joined(_summed(gradient_NO, torch.cat(parts_of(b_OR), dim=1)), dim=1)
-    of_b = _joined(_summed(gradient_NO.t(), torch.cat(parts_of(low_NR), dim=1)), dim=1)
-    return of_low * scale, of_b * scale
+    of_low = _summed(gradient_NO, torch.cat(parts_of(b_OR), dim=1), PIECE)
+    of_b = _summed(gradient_NO.t(), torch.cat(parts_of(low_NR), dim=1), TOKENS_PIECE)
+    return _joined(of_low, dim=1) * scale, _joined(of_b, dim=1) * scale
 
 
 def back_narrowed(gradient_NR: Tensor, x_NI: Tensor, a_RI: Tensor) -> tuple[Tensor, Tensor]:
     """Give the gradients of x, in its dtype, and of A."""
-    of_a = _joined(_summed(torch.cat(parts_of(gradient_NR), dim=1).t(), x_NI), dim=0)
-    return _of_pairs(gradient_NR, a_RI, x_NI.dtype), of_a
-
-
-def back_through(
-    x: Tensor, adapter: Sequence[Tensor], gradient: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Give the gradients of x, A and B of a whole adapter, which is A and B."""
-    a_RI, b_OR = adapter
-    rows = x.flatten(0, -2)
-    of_low, of_b = back_raised(gradient.flatten(0, -2), narrowed(rows, a_RI), b_OR, scale)
-    of_x, of_a = back_narrowed(of_low, rows, a_RI)
-    return of_x.view(x.shape), of_a, of_b
+    of_a = _summed(torch.cat(parts_of(gradient_NR), dim=1).t(), x_NI, TOKENS_PIECE)
+    return _of_pairs(gradient_NR, a_RI, x_NI.dtype), _joined(of_a, dim=0)
 
 
 def _joined(of_parts: Tensor, dim: int) -> Tensor:
@@ -100,10 +86,10 @@ def _of_pairs(left_NK: Tensor, right_KM: Tensor, dtype: torch.dtype) -> Tensor:
     return _product(left, right, dtype)
 
 
-def _summed(left_NK: Tensor, right_KM: Tensor) -> Tensor:
-    """Give the fp32 product of two bf16 matrices, long sums in pieces."""
+def _summed(left_NK: Tensor, right_KM: Tensor, longest: int) -> Tensor:
+    """Give the fp32 product of two bf16 matrices, sums in pieces."""
     (rows, width), columns = left_NK.shape, right_KM.shape[1]
-    count = _pieces(width)
+    count = _pieces(width, longest)
     if count == 1:
         return _product(left_NK, right_KM, torch.float32)
     left = left_NK.view(rows, count, width // count).transpose(0, 1)
@@ -111,9 +97,10 @@ def _summed(left_NK: Tensor, right_KM: Tensor) -> Tensor:
     return _product(left, right, torch.float32).sum(0)
 
 
-def _pieces(width: int) -> int:
-    count = 1
-    while width % (2 * count) == 0 and width // (2 * count) >= PIECE:
+def _pieces(width: int, longest: int) -> int:
+    """Give into how many a sum is cut: a power of two, as far as the width allows it."""
+    longest, count = min(longest, max(SHORTEST, width // AT_LEAST)), 1
+    while width % (2 * count) == 0 and width // count > longest:
         count *= 2
     return count
 
@@ -124,50 +111,3 @@ def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
         return (left.float() @ right.float()).to(dtype)
     multiply = torch.mm if left.dim() == 2 else torch.bmm
     return multiply(left, right) if dtype == left.dtype else multiply(left, right, out_dtype=dtype)
-
-
-class _Narrowed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, a_RI: Tensor) -> Tensor:
-        ctx.save_for_backward(x, a_RI)
-        return narrowed(x.flatten(0, -2), a_RI).view(*x.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        x, a_RI = ctx.saved_tensors
-        of_x, of_a = back_narrowed(gradients[0].flatten(0, -2), x.flatten(0, -2), a_RI)
-        return of_x.view(x.shape), of_a
-
-
-class _Raised(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, base: Tensor, low: Tensor, b_OR: Tensor, scale: float, rounds_first: bool
-    ) -> Tensor:
-        ctx.save_for_backward(low, b_OR)
-        ctx.scale = scale
-        dtype = base.dtype if rounds_first else torch.float32
-        added = raised(low.flatten(0, -2), b_OR, scale, dtype).view(base.shape)
-        return (base + added).to(base.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        low, b_OR = ctx.saved_tensors
-        rows = gradients[0].flatten(0, -2)
-        of_low, of_b = back_raised(rows, low.flatten(0, -2), b_OR, ctx.scale)
-        return gradients[0], of_low.view(low.shape), of_b, None, None
-
-
-def low_of(x: Tensor, a_RI: Tensor) -> Tensor:
-    """Give x A^T in fp32, with its history."""
-    found: Tensor = _Narrowed.apply(x, a_RI)  # type: ignore[no-untyped-call]
-    return found
-
-
-def added_low(
-    base: Tensor, low: Tensor, b_OR: Tensor, *, scale: float, rounds_first: bool
-) -> Tensor:
-    """Add scale * low B^T to a base's output as `Adapter.added_low` does, with its history."""
-    given = (base, low, b_OR, scale, rounds_first)
-    found: Tensor = _Raised.apply(*given)  # type: ignore[no-untyped-call]
-    return found
