@@ -102,7 +102,7 @@ def preflight(
         _vram(device, shape, recipe, settings),
         _boundaries(budget, device),
         _host_memory(budget),
-        _page_locked(device, recipe, settings, budget, store),
+        _page_locked(device, recipe, settings, budget, store, tier),
         *_frozen_base(tier),
         *_ram_disk(settings, budget),
         _disk_space(budget, store),
@@ -213,7 +213,12 @@ def _boundaries(budget: Budget, device: Device) -> BudgetLine:
 
 
 def _page_locked(
-    device: Device, recipe: Recipe, settings: Settings, budget: Budget, store: Path
+    device: Device,
+    recipe: Recipe,
+    settings: Settings,
+    budget: Budget,
+    store: Path,
+    tier: BaseTier | None,
 ) -> BudgetLine:
     """Hold what is copied to and from the device against what may be locked; no run fails by it."""
     if device.is_host:
@@ -221,7 +226,7 @@ def _page_locked(
     limit = pinned_budget_bytes(settings)
     boundaries = budget.boundary_bytes if budget.placement == "host" else 0
     gradients = settings.gradient_placement == "host" or recipe.optimizer_device != "gpu"
-    wanted = boundaries
+    wanted = boundaries + (tier.base_bytes if tier is not None and tier.kind == RAM else 0)
     if is_ram_disk(store if settings.active is None else Path(settings.active)):
         wanted += budget.store_bytes if settings.active is None else budget.active_bytes
     wanted += budget.memory.get("gradients", 0) if gradients else 0

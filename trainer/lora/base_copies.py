@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from shardb import TensorSpec, torch_adaptor
 from shardb.layout import build
 from trainer.host_memory import machine_memory
-from trainer.lora.eager_way import SHARE_OF_FREE
+from trainer.lora.kept_way import SHARE_OF_FREE
 from trainer.lora.model import brought_bytes
 from trainer.lora.stages import adapted
 from trainer.model.adapter_settings import LoraSettings

@@ -24,7 +24,7 @@ from trainer.budget import (
 )
 from trainer.device import Device
 from trainer.lora.base_copies import COPIES, copied_bytes, has_room
-from trainer.lora.eager_way import eager_way
+from trainer.lora.kept_way import kept_way, left_bytes
 from trainer.lora.nf4 import packed_shapes
 from trainer.lora.slots import placed_bytes
 from trainer.lora.targets import adapter_parameters, adapter_specs, check_targets
@@ -69,7 +69,7 @@ def adapter_budget(
         base_bytes=base_bytes(stages, lora),
         copies=copies,
     )
-    kept, kept_why = eager_way(
+    kept, kept_why = kept_way(
         recipe,
         lora,
         settings,
@@ -77,7 +77,8 @@ def adapter_budget(
         host_bytes=lambda kept: sum(_memory(recipe, lora, settings, found, kept).values()),
         shape=lambda kept: step_shape(recipe, settings, kept, placement),
     )
-    found = replace(found, activations=kept, activations_why=kept_why)
+    size += left_bytes(recipe, kept)
+    found = replace(found, activations=kept, activations_why=kept_why, boundary_bytes=size)
     memory = _memory(recipe, lora, settings, found, kept)
     if stored and _is_host(recipe):
         copied = copied_bytes(recipe, lora, stored)
@@ -111,7 +112,8 @@ def _memory(
         "the last commit's shards": min(budget.commit_bytes, CACHE_BYTES),
     }
     if not _is_host(recipe):
-        away = budget.boundary_bytes if budget.placement == "host" else 0
+        away = run_boundary_bytes(recipe) + left_bytes(recipe, kept)
+        away = away if budget.placement == "host" else 0
         return parts | {"boundary activations": away}
     shape = step_shape(recipe, settings, kept, budget.placement)
     tensors = predicted_adapter_bytes(shape, lora, is_host=True)

@@ -18,7 +18,7 @@ from tests.support.adapters import (
     settings_of,
 )
 from tests.support.training import make_data, step_records, train_here
-from tests.unit.trainer.test_lora_eager_way import plan_of
+from tests.unit.trainer.test_lora_kept_way import plan_of
 from trainer.lora import base_copies
 from trainer.lora.base_copies import COPIES, copied_bytes
 from trainer.lora.engine import AdapterEngine

@@ -1,4 +1,4 @@
-"""Do blocks that are not compiled keep what their first pass computed where there is room?"""
+"""Do blocks keep what their first pass computed where there is room, and is that foretold?"""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import pytest
 
 from tests.support.adapters import imported_store
 from tests.support.training import make_data
-from trainer.budget import TENSORS
+from trainer.budget import TENSORS, Budget
+from trainer.device import Device
 from trainer.errors import InputError
 from trainer.found import find_run
-from trainer.lora import eager_way as choosing
+from trainer.lora import kept_way as choosing
 from trainer.lora.budget import adapter_budget
+from trainer.placement_choice import BOUNDARIES
 from trainer.plan import Plan, make_plan
 
 
@@ -67,7 +69,7 @@ def test_a_device_keeps_what_its_budget_has_room_for(
         found = adapter_budget(plan.recipe, plan.recipe.lora, asked, plan.store, copies=2)
         return found.activations, found.activations_why
 
-    monkeypatch.setattr(choosing.Device, "is_host", False)
+    monkeypatch.setattr(Device, "is_host", False)
     assert way() == ("recompute", "no --vram-budget says how much of the device they may take")
     assert way(vram_budget="4GiB")[0] == "keep"
     few = way(vram_budget="34MiB")
@@ -79,3 +81,32 @@ def test_a_device_keeps_what_its_budget_has_room_for(
 def test_what_is_for_compiled_blocks_is_refused(asked: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="--activations attention is for compiled blocks"):
         plan_of(asked, activations="attention")
+
+
+def test_compiled_blocks_keep_what_attention_gave_where_it_may_wait(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(asked, compile_blocks=True)
+    assert plan.budget.activations == "attention"
+
+    def found(**settings: Any) -> Budget:
+        assert plan.recipe.lora is not None
+        asked = replace(plan.settings, **settings)
+        return adapter_budget(plan.recipe, plan.recipe.lora, asked, plan.store, copies=2)
+
+    monkeypatch.setattr(Device, "is_host", False)
+    assert found().activations == "recompute"
+    assert found(vram_budget="4GiB").activations == "attention"
+    away = found(activation_placement="host")
+    assert away.activations == "attention"
+    assert "of memory" in away.activations_why
+    plain = found(activation_placement="host", activations="recompute")
+    model, recipe = plan.recipe.model, plan.recipe
+    # Attention's output and the sum, in fp32, and a sum a head.
+    tokens = recipe.micro_batch_size * recipe.seq_len * recipe.gradient_accumulation_steps
+    left = 4 * tokens * (model.query_size + model.hidden_size + model.num_heads)
+    assert away.boundary_bytes - plain.boundary_bytes == left * model.num_layers
+    assert away.memory[BOUNDARIES] - plain.memory[BOUNDARIES] == left * model.num_layers
+    few = found(activation_placement="host", pinned_budget="1MiB")
+    assert few.activations == "recompute"
+    assert "may be page-locked" in few.activations_why
