@@ -48,6 +48,7 @@ from export.verify import (
     load_afresh,
 )
 from export.verify_against import compare_folder, compare_gguf, told_dtype
+from shardb.extras import install
 from trainer.errors import InputError
 
 _BOUNDS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "Q8_0": "bfloat16"}
@@ -205,7 +206,7 @@ def _gguf_by_stages(
     path: Path, header: GgufHeader, weights: Weights, dtype: str
 ) -> tuple[Verdict, Loaded]:
     if importlib.util.find_spec("gguf") is None:
-        raise InputError("the package gguf is not installed: pip install 'shardb[gguf]'")
+        raise InputError(f"the package gguf is not installed: {install('gguf')}")
     told = header.settings.get("general.architecture")
     if weights.model.hf_config or told != architecture_of(weights.model):
         raise InputError(f"the file's architecture is {told!r}, the store's model is another")

@@ -32,6 +32,7 @@ from export.package_tokenizer import (
 from export.package_weights import Weights, open_weights
 from export.reference_logits import check_ids, stage_logits
 from export.verify import BY_LLAMA_CPP, Check, check_verdict, compare, load_afresh
+from shardb.extras import install
 from trainer.errors import InputError
 from trainer.model.config import ModelConfig
 
@@ -87,7 +88,7 @@ class GgufReport:
 def export_gguf(request: GgufRequest) -> GgufReport:
     """Write the file; raises a ShardbError or OSError and leaves nothing behind."""
     if importlib.util.find_spec("gguf") is None:
-        raise InputError("the package gguf is not installed: pip install 'shardb[gguf]'")
+        raise InputError(f"the package gguf is not installed: {install('gguf')}")
     from export.gguf_file import check_file, tensor_bytes, write_file
 
     if request.form not in TYPES:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shardb.extras import install
 from trainer.errors import InputError
 
 TOKENIZER = "tokenizer.json"
@@ -84,8 +85,8 @@ def _largest_id(path: Path, data: bytes) -> int:
 def _converted(directory: Path, old: str) -> bytes:
     """Let transformers make a tokenizer.json of an older form."""
     remedy = (
-        f"{directory}: there is no {TOKENIZER}, only {old}: install `pip install 'shardb[hf]'"
-        " sentencepiece protobuf`, or make one with AutoTokenizer.from_pretrained(DIR)"
+        f"{directory}: there is no {TOKENIZER}, only {old}: {install('hf')} and pip install"
+        " sentencepiece protobuf, or make one with AutoTokenizer.from_pretrained(DIR)"
         ".save_pretrained(DIR)"
     )
     try:

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from export.package_memory import available_bytes
 from shardb.errors import ShardbError
+from shardb.extras import install
 
 # Largest allowed difference, as a part of the largest logit (at least 1).
 BOUNDS: Mapping[str, float] = MappingProxyType({"float32": 1e-4, "float16": 1e-2, "bfloat16": 6e-2})
@@ -137,7 +138,7 @@ def choose_loader(package_bytes: int) -> tuple[str, str]:
     if importlib.util.find_spec("transformers") is None:
         return BY_STAGES, (
             "transformers is not installed, so nothing but this project's own stages loaded the"
-            " package: pip install 'shardb[hf]'"
+            f" package: {install('hf')}"
         )
     free = available_bytes()
     if package_bytes * 5 // 4 > free:

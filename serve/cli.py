@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from shardb.extras import install
 from trainer.command_cli import answer, fail, let_waiting_threads_sleep, new_app
 
 HELP = """Serve text from a store, also while it is being trained, over the OpenAI API.
@@ -91,7 +92,7 @@ def command(
     try:
         from serve.start import StartOptions, serve
     except ImportError as error:
-        return fail(f"{error.name} is missing: pip install 'shardb[serve]'", 2)
+        return fail(f"{error.name} is missing: {install('serve')}", 2)
     return serve(StartOptions(**flags), lambda text: print(text, file=sys.stderr, flush=True))
 
 

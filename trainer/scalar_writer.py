@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from shardb.extras import install
 from trainer.errors import InputError
 
 _WRITERS = ("torch.utils.tensorboard", "tensorboardX")
@@ -70,7 +71,7 @@ def writer_class() -> Any:
         except ImportError:
             continue
     raise InputError(
-        "--tensorboard needs a writer that is not installed: pip install 'shardb[tensorboard]', or"
+        f"--tensorboard needs a writer that is not installed: {install('tensorboard')}, or"
         " leave the flag out (logs/steps.jsonl has the same numbers)"
     )
 

@@ -25,6 +25,7 @@ from shardb.errors import (
     ShardbError,
     UsageError,
 )
+from shardb.extras import install
 from shardb.remote.bucket import Stored, Version
 from shardb.remote.credentials import s3_settings
 
@@ -208,7 +209,7 @@ def open_cloud(url: str) -> CloudBucket:
         from obstore import store as library
     except ImportError as error:
         raise UsageError(
-            f"{url}: object storage needs the library obstore: pip install 'shardb[remote]'"
+            f"{url}: object storage needs the library obstore: {install('remote')}"
         ) from error
     settings: Mapping[str, Any] = s3_settings(os.environ) if parts.scheme == "s3" else {}
     options = {**TIMEOUTS, "allow_http": str(settings.get("endpoint", "")).startswith("http:")}

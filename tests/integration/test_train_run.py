@@ -247,7 +247,7 @@ def test_event_files_are_written_where_a_writer_is_there(
     for module in ("torch.utils.tensorboard", "tensorboardX"):
         monkeypatch.setitem(sys.modules, module, None)
     assert train_here(arguments(tmp_path / "run", data, *flags)) == 2
-    assert "shardb[tensorboard]" in capsys.readouterr().err
+    assert ".[tensorboard]" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
     points: list[tuple[int, str, float]] = []

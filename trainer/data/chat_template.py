@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from shardb.extras import install
 from trainer.errors import InputError
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def read_template(tokenizer: Path, template: Path | None) -> ChatTemplate:
     try:
         from trainer.data.chat_environment import FAULTS, ChatText, special_tokens_of, template_in
     except ImportError as error:
-        raise InputError("--format chat needs jinja2: pip install 'shardb[hf]'") from error
+        raise InputError(f"--format chat needs jinja2: {install('hf')}") from error
     folder, moment = tokenizer.parent, datetime.now()
     config = _read_config(folder / CONFIG_FILE)
     name, source = _source(folder, template, template_in(config))

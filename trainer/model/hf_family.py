@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from shardb.extras import install
 from trainer.errors import InputError
 from trainer.model.micro_batch import Documents
 
@@ -367,6 +368,6 @@ def _transformers() -> Any:
     except ImportError as error:
         raise InputError(
             "this model's blocks are computed by the layers of transformers, which is not"
-            " installed: pip install 'shardb[hf]'"
+            f" installed: {install('hf')}"
         ) from error
     return transformers

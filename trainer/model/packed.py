@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardb.extras import install
 from trainer.errors import InputError
 
 PREFIX, MARK = "nf4/", ".nf4"
@@ -78,6 +79,6 @@ def packed_library() -> Any:
         return importlib.import_module("bitsandbytes.functional")
     except ImportError as error:
         raise InputError(
-            f"the base of these adapters is in nf4, which takes bitsandbytes ({error}): pip install"
-            " 'shardb[nf4]', or merge with `export-hf --merge-into imported`"
+            f"the base of these adapters is in nf4, which takes bitsandbytes ({error}):"
+            f" {install('nf4')}, or merge with `export-hf --merge-into imported`"
         ) from error

@@ -74,7 +74,7 @@ def test_without_a_writer_the_message_says_what_to_install(
 ) -> None:
     for module in ("torch.utils.tensorboard", "tensorboardX"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(InputError, match=r"pip install 'shardb\[tensorboard\]'") as caught:
+    with pytest.raises(InputError, match=r"pip install .*\.\[tensorboard\]'") as caught:
         writer_class()
     assert caught.value.exit_code == 2
 
