@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from shardb import Transaction, torch_adaptor
+from shardb.extras import install
 from shardb.views import ShardView, TensorImage
 from trainer.errors import InputError
 from trainer.lora.ledger import Product
@@ -62,7 +63,7 @@ def library() -> Any:
         return importlib.import_module("bitsandbytes.functional")
     except ImportError as error:
         raise InputError(
-            f"--base-quant nf4 needs bitsandbytes ({error}): pip install 'shardb[nf4]'"
+            f"--base-quant nf4 needs bitsandbytes ({error}): {install('nf4')}"
         ) from error
 
 
