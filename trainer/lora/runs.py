@@ -19,8 +19,37 @@ from shardb import ShardView
 from shardb.views import TensorImage
 
 Key = tuple[str, str]
+Shards = Mapping[str, TensorImage]
 # Kernels may treat the last elements of a tensor otherwise: flat, they lie in the middle.
 WHOLE_ELEMENTS = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bodies:
+    """Where each shard begins in a run, in bytes."""
+
+    starts: Mapping[str, int]
+    bytes: int
+
+    @classmethod
+    def of(cls, shards: Shards) -> Bodies | None:
+        """Give the run of shards; None where a tensor is not fp32, or of an odd size."""
+        if not _are_flat([*shards.values()]):
+            return None
+        starts, end = {}, 0
+        for name, shard in shards.items():
+            starts[name] = end
+            end += _body_bytes(shard)
+        return cls(starts=starts, bytes=end)
+
+    def tensors(self, shards: Shards, run: Tensor) -> dict[Key, Tensor]:
+        """Give the tensors of a run by shard and name."""
+        keys, sizes = _tensors(shards)
+        pieces = torch.split(run.view(torch.float32), sizes)
+        return {
+            (shard, name): piece.view(shards[shard].specs[name].shape)
+            for (shard, name), piece in zip(keys, pieces, strict=True)
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,22 +57,21 @@ class Runs:
     """adapters, sizes: stage and name of every adapter, and its elements, in their order.
 
     state_places: for each kind of state, where each adapter's is among all state.
-    bodies: where each shard begins in the run, in bytes.
     """
 
     adapters: Sequence[Key]
     sizes: Sequence[int]
     state_sizes: Sequence[int]
     state_places: Mapping[str, Sequence[int]]
-    bodies: Mapping[str, int]
-    bytes: int
+    bodies: Bodies
 
     @classmethod
     def of(cls, adapters: Mapping[str, ShardView], states: Mapping[str, ShardView]) -> Runs | None:
         """Give the run of shards by stage; None where state is not like adapters, in fp32."""
         keys, sizes = _tensors(adapters)
         state_keys, state_sizes = _tensors(states)
-        if not _are_flat([*adapters.values(), *states.values()]):
+        bodies = Bodies.of(shards_of(adapters, states))
+        if bodies is None:
             return None
         kinds = list(dict.fromkeys(name.rpartition(".")[2] for _, name in state_keys))
         found = {key: place for place, key in enumerate(state_keys)}
@@ -55,19 +83,18 @@ class Runs:
                 return None
         if found:
             return None
-        bodies, end = {}, 0
-        for prefix, views in (("adapters", adapters), ("optim", states)):
-            for stage, view in views.items():
-                bodies[f"{prefix}/{stage}"] = end
-                end += _body_bytes(view)
         return cls(
             adapters=keys,
             sizes=sizes,
             state_sizes=state_sizes,
             state_places=places,
             bodies=bodies,
-            bytes=end,
         )
+
+    @property
+    def bytes(self) -> int:
+        """Give the size of the run."""
+        return self.bodies.bytes
 
     def flat_adapters(self, image: Tensor) -> Tensor:
         """Give all adapters as one row, in the run itself."""
@@ -106,6 +133,14 @@ class Runs:
         return pieces
 
 
+def shards_of(
+    adapters: Mapping[str, ShardView], states: Mapping[str, ShardView]
+) -> dict[str, ShardView]:
+    """Give shards by their names, adapters first, of views by stage."""
+    found = {f"adapters/{stage}": view for stage, view in adapters.items()}
+    return found | {f"optim/{stage}": view for stage, view in states.items()}
+
+
 def body_of(image: TensorImage) -> NDArray[np.uint8]:
     """Give the bytes of a shard behind its header."""
     found: NDArray[np.uint8] = image.image[image.bytes - _body_bytes(image) :]
@@ -116,7 +151,7 @@ def _body_bytes(image: TensorImage) -> int:
     return sum(spec.bytes for spec in image.specs.values())
 
 
-def _tensors(views: Mapping[str, ShardView]) -> tuple[list[Key], list[int]]:
+def _tensors(views: Shards) -> tuple[list[Key], list[int]]:
     """Give all tensors in the order in which they lie, and their elements."""
     keys, sizes = [], []
     for stage, view in views.items():
@@ -126,7 +161,7 @@ def _tensors(views: Mapping[str, ShardView]) -> tuple[list[Key], list[int]]:
     return keys, sizes
 
 
-def _are_flat(views: Sequence[ShardView]) -> bool:
+def _are_flat(views: Sequence[TensorImage]) -> bool:
     return all(
         spec.dtype == "F32" and spec.bytes % (4 * WHOLE_ELEMENTS) == 0
         for view in views

@@ -21,7 +21,7 @@ from shardb.views import TensorImage
 from trainer.device import Device
 from trainer.device_lanes import Lane, Lanes, Mark
 from trainer.lora.forms import SlotForm
-from trainer.lora.runs import Runs, body_of
+from trainer.lora.runs import Bodies, body_of
 
 WHAT = "adapters"
 ROWS = "rows of the embeddings"
@@ -102,13 +102,17 @@ class SmallCopies:
         self._device.wait()
         return form.tensors(host)
 
-    def run_to_device(self, runs: Runs, shards: Mapping[str, TensorImage]) -> Tensor:
+    def run_to_device(self, bodies: Bodies, shards: Mapping[str, TensorImage]) -> Tensor:
         """Give copies of shards' bodies as one run of bytes on the device."""
-        host = self._in.of(runs.bytes)
+        host = self._in.of(bodies.bytes)
         target: NDArray[np.uint8] = host.numpy()
-        for shard, start in runs.bodies.items():
-            body = body_of(shards[shard])
-            target[start : start + body.nbytes] = body
+
+        def copy(shard: str) -> None:
+            body, start = body_of(shards[shard]), bodies.starts[shard]
+            np.copyto(target[start : start + body.nbytes], body)
+
+        for _ in self._pool.map(copy, bodies.starts):
+            pass
         found = host.to(self._device.torch_device, non_blocking=True, copy=True)
         self._in.copied()
         return found
@@ -117,15 +121,15 @@ class SmallCopies:
         """Begin to copy a run of bytes to host memory."""
         self._out.of(image.nbytes).copy_(image, non_blocking=True)
 
-    def fill(self, runs: Runs, shards: Mapping[str, TensorImage]) -> Iterator[str]:
+    def fill(self, bodies: Bodies, shards: Mapping[str, TensorImage]) -> Iterator[str]:
         """Copy what `run_to_host` brought into shards; give each that is complete, in order.
 
         The device has been waited for. A few threads share the copies, each takes a whole shard.
         """
-        source: NDArray[np.uint8] = self._out.of(runs.bytes).numpy()
+        source: NDArray[np.uint8] = self._out.of(bodies.bytes).numpy()
 
         def copy(shard: str) -> str:
-            body, start = body_of(shards[shard]), runs.bodies[shard]
+            body, start = body_of(shards[shard]), bodies.starts[shard]
             np.copyto(body, source[start : start + body.nbytes])
             return shard
 

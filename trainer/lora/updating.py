@@ -17,7 +17,7 @@ from shardb import ShardView, StagedShard, torch_adaptor
 from trainer.backward import StageGradients
 from trainer.lora.forms import SlotForm
 from trainer.lora.model import AdaptedModel
-from trainer.lora.runs import Runs
+from trainer.lora.runs import Runs, shards_of
 from trainer.lora.small_copies import SmallCopies, copy_small
 from trainer.optimizers.adamw import AdamW
 from trainer.optimizers.lion import Lion
@@ -94,9 +94,8 @@ class FlatUpdates(Updates):
     def begin(self, ready: Sequence[StageGradients], scales: Mapping[str, Tensor]) -> None:
         """See `Updates`."""
         runs, rule, device = self._runs, self._model.step.optimizer, self._model.step.device
-        shards = {f"adapters/{name}": view for name, view in self._views.items()}
-        shards |= {f"optim/{name}": view for name, view in self._states.items()}
-        image = self._copies.run_to_device(runs, shards)
+        shards = shards_of(self._views, self._states)
+        image = self._copies.run_to_device(runs.bodies, shards)
         params, states = runs.flat_adapters(image), runs.flat_states(image)
         gradient = runs.flat({each.stage.name: each.gradients for each in ready})
         if len({id(scale) for scale in scales.values()}) == 1:
@@ -133,7 +132,7 @@ class FlatUpdates(Updates):
     def update(self, ready: Sequence[StageGradients], scales: Mapping[str, float]) -> None:
         """See `Updates`."""
         self._model.step.device.wait()
-        for shard in self._copies.fill(self._runs, self._staged):
+        for shard in self._copies.fill(self._runs.bodies, self._staged):
             self._staged[shard].seal()
         self._staged = {}
 
@@ -156,8 +155,7 @@ class UpdatesAtOnce(Updates):
     def begin(self, ready: Sequence[StageGradients], scales: Mapping[str, Tensor]) -> None:
         """See `Updates`."""
         states = {name: self._txn.read(f"optim/{name}") for name in self._views}
-        shards = {f"adapters/{name}": view for name, view in self._views.items()}
-        shards |= {f"optim/{name}": view for name, view in states.items()}
+        shards = shards_of(self._views, states)
         stored = {
             f"{shard}:{name}": tensor
             for shard, view in shards.items()

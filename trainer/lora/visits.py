@@ -21,6 +21,7 @@ from trainer.head import head_loss_sum
 from trainer.lora import nf4
 from trainer.lora.feeding import Feed
 from trainer.lora.model import AdaptedModel
+from trainer.lora.runs import Bodies
 from trainer.lora.slots import Lease
 from trainer.lora.stages import AdaptedStage, leased
 from trainer.placement import Boundary
@@ -40,6 +41,10 @@ def read_adapters(model: AdaptedModel, reader: ShardReader) -> dict[str, ShardVi
 
 def brought(model: AdaptedModel, views: Mapping[str, ShardView]) -> Adapters:
     """Give the adapters as they compute: fp32 on the device, in the stages' own order."""
+    if model.base is not None and (bodies := Bodies.of(views)) is not None:
+        run = model.base.copies.run_to_device(bodies, views)
+        whole = bodies.tensors(views, run)
+        return {s.name: {n: whole[s.name, n] for n in s.parameters} for s in model.owners}
     stored = {s.name: torch_adaptor.tensors(views[s.name]) for s in model.owners}
     if model.base is None:
         move = model.step.device.to_device
