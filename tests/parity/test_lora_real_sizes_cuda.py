@@ -41,6 +41,7 @@ from trainer.lora.engine import AdapterEngine
 from trainer.lora.feeding import DeviceBase
 from trainer.lora.slots import Lease, StaleSlotError
 from trainer.lora.stages import leased
+from trainer.model.adapter_settings import LoraSettings
 from trainer.model.hf_family import hf_model
 
 pytestmark = [
@@ -59,6 +60,8 @@ CASES = [
 
 COMPILED = [("llama", "none", {}), ("llama", "nf4", {}), ("qwen3", "nf4", {})]
 FEW = ("q_proj", "v_proj")
+# What is kept between the passes of a compiled block, and where.
+WAYS = [("recompute", "vram"), ("recompute", "host"), ("attention", "vram"), ("attention", "host")]
 
 
 def name_of(case: tuple[str, str, dict[str, int]]) -> str:
@@ -161,6 +164,19 @@ def quantise_layers(model: Any) -> None:
         setattr(layers.get_submodule(parent), child, packed.to("cuda"))
 
 
+def compiled_engine(case: Case, lora: LoraSettings, kept: str, placement: str) -> AdapterEngine:
+    return adapter_engine(
+        case.store,
+        lora,
+        poison=True,
+        device="cuda",
+        dtype="bf16",
+        compile_blocks=True,
+        activations=kept,
+        activation_placement=placement,
+    )
+
+
 def rows_of(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(3, 512, (2, POSITIONS + 1))
 
@@ -229,24 +245,22 @@ def stages_backward(
 @pytest.mark.parametrize("case", COMPILED, indirect=True, ids=name_of)
 def test_are_compiled_blocks_those_of_compiled_resident_ones(case: Case) -> None:
     batches = [rows_of(2), rows_of(3)]
-    compiled = adapter_engine(
-        case.store, case.engine.lora, poison=True, device="cuda", dtype="bf16", compile_blocks=True
-    )
-    loss, found = adapter_gradients(case.store, compiled, batches)
     expected_loss, expected = stages_backward(case, batches, compiled=True)
-    assert loss == pytest.approx(expected_loss, rel=1e-6)
-    assert found.keys() == expected.keys() == case.planted.keys()
-    assert differing(found, expected) == []
-    assert all(float(gradient.abs().max()) > 0 for gradient in found.values())
+    for kept, placement in WAYS:
+        compiled = compiled_engine(case, case.engine.lora, kept, placement)
+        loss, found = adapter_gradients(case.store, compiled, batches)
+        assert loss == pytest.approx(expected_loss, rel=1e-6)
+        assert found.keys() == expected.keys() == case.planted.keys()
+        assert differing(found, expected) == [], (kept, placement)
+        assert all(float(gradient.abs().max()) > 0 for gradient in found.values())
+        assert adapter_gradients(case.store, compiled, batches)[0] == loss
 
 
 @pytest.mark.parametrize("case", COMPILED[:1], indirect=True, ids=name_of)
 def test_are_compiled_blocks_with_few_adapters_those_of_resident_ones(case: Case) -> None:
     batches = [rows_of(2), rows_of(3)]
     lora = replace(case.engine.lora, targets=FEW)
-    compiled = adapter_engine(
-        case.store, lora, poison=True, device="cuda", dtype="bf16", compile_blocks=True
-    )
+    compiled = compiled_engine(case, lora, "attention", "host")
     with shardb.open(case.store) as opened, opened.at() as view:
         step = 1 + view.commit.step
     planted = plant_adapters(case.store, compiled, seed=12, step=step)
