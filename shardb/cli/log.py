@@ -19,6 +19,7 @@ from shardb.cli.plotting import draw
 from shardb.cli.printing import in_bytes, in_local_time, number, plain, print_table, warn
 from shardb.errors import NotFoundError, UsageError
 from shardb.filesystem import RealFileSystem
+from shardb.listing import listed
 from shardb.timeline import Row, Span, metric_names, read_timeline
 
 # Headings of the usual columns and the metrics that fill them.
@@ -205,4 +206,8 @@ def _print_legend(rows: Sequence[Row], events: Sequence[tuple[float, str]]) -> N
     left = sum(row.is_left for row in rows)
     if left:
         told.append(f"not drawn: {left} left behind")
-    print("; ".join([f"steps {rows[0].step} to {rows[-1].step}", *told]))
+    branches = dict.fromkeys(row.branch for row in rows if not row.is_left)
+    if len(branches) > 1:
+        told.append(f"the points of branches {listed(branches)} are in one curve")
+    steps = [row.step for row in rows]
+    print("; ".join([f"steps {min(steps)} to {max(steps)}", *told]))

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import shardb
-from shardb.branching import rewind
+from shardb.branching import create_branch, rewind
 from shardb.cli.log import _span
 from shardb.errors import UsageError
 from tests.support.commands import Ask, check_refused
-from tests.support.small_stores import tree
+from tests.support.small_stores import commit_step, tree
 
 
 def lines(ask: Ask, *arguments: object) -> list[str]:
@@ -82,6 +82,17 @@ def test_does_a_plot_show_the_curve_and_what_happened(ask: Ask, run: Path) -> No
     assert "r" in drawn[-3]
     assert "s" in drawn[-3]
     assert lines(ask, run, "--plot", "--metric", "loss")[0].strip() == "line loss"
+
+
+def test_does_a_plot_of_two_branches_tell_every_step_and_both(ask: Ask, run: Path) -> None:
+    with shardb.open(run) as store:
+        create_branch(store, "retry", "main")
+        last = store.resolve("main").step
+        commit_step(store, last + 5, branch="retry")
+        commit_step(store, last + 1)
+    drawn = lines(ask, run, "--plot")
+    assert drawn[-1].startswith(f"steps 0 to {last + 5}; ")
+    assert drawn[-1].endswith("the points of branches main, retry are in one curve")
 
 
 def test_is_nothing_to_draw_told(ask: Ask, root: Path) -> None:
