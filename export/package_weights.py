@@ -8,7 +8,6 @@ on, or those that were imported. Invariant: nothing of a shard is kept here afte
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ import shardb
 from export.average import mean_of
 from export.source_package import SourcePackage, read_source
 from shardb import Commit, ReadView, Store, TensorSpec, torch_adaptor
-from shardb.errors import NotFoundError
 from trainer.errors import InputError
 from trainer.model.adapter_settings import LoraSettings
 from trainer.model.adapters import adapter_shard, adapters_of, with_adapters
@@ -126,11 +124,6 @@ def open_weights(
     merge_into: `packed` or `imported`, what adapters beside a packed base are merged into; None is
     `packed` where there is such a base.
     """
-    if not os.path.lexists(path):
-        raise NotFoundError(
-            f"{path}: there is no store here: give the one that `train --store` or"
-            " `import-hf --store` made"
-        )
     if merge_into not in (None, *BASES):
         raise InputError(f"--merge-into is {merge_into!r}: choose from {', '.join(BASES)}")
     if average and ref is not None:

@@ -147,7 +147,9 @@ def _why_unreadable(files: FileSystem, root: str, error: OSError) -> ShardbError
         there = "there is no store here: this is a link that leads nowhere; mount or bring back"
         return NotFoundError(f"{root}: {there} what it leads to", path=root)
     return NotFoundError(
-        f"{root}: there is no store here; make one with `shardb init {root}`", path=root
+        f"{root}: there is no store here: give the one that `train --store`, `import-hf --store` or"
+        " `shardb pull` made",
+        path=root,
     )
 
 

@@ -89,7 +89,7 @@ def test_is_a_format_refused_that_is_not_ours(data: bytes, message: str) -> None
 
 
 def test_is_a_place_without_a_store_told(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match="shardb init"):
+    with pytest.raises(NotFoundError, match="there is no store here: give the one that `train"):
         shardb.open(tmp_path)
     with pytest.raises(NotFoundError, match="no store here"):
         shardb.open(tmp_path / "nothing" / "here")
