@@ -245,9 +245,10 @@ class CudaLanes:
             # PyTorch only warns of a recording of nothing, which would leave old results in place.
             warnings.filterwarnings("error", message="The CUDA Graph is empty")
             # Graphs share one pool: they never run at once, so each may use what the other does.
-            with torch.cuda.graph(
+            recording = torch.cuda.graph(
                 graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
-            ):
+            )
+            with _in_this_stream(self._device), recording:
                 result = work()
         self._graphs.add(graph)
         self._pool = graph.pool()
@@ -285,6 +286,16 @@ class CudaLanes:
 def _recording_stream(device: torch.device) -> torch.cuda.Stream:
     """Give the stream that records on a device: cuBLAS keeps 64 MiB for each one for ever."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _in_this_stream(device: torch.device) -> Iterator[None]:
+    """Come back to the stream of before: a recording that failed leaves another one behind."""
+    before = torch.cuda.current_stream(device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_stream(before)
 
 
 def _event(*, timing: bool = False, blocking: bool = False) -> torch.cuda.Event:

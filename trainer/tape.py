@@ -49,6 +49,19 @@ class Compute:
             return self.blocks.run(stage, params, x).to(self.dtype)
         return stage.forward(params, x).to(self.dtype)
 
+    def back(
+        self,
+        stage: Stage,
+        params: Mapping[str, Tensor],
+        x: Tensor,
+        gradient: Tensor,
+        total: GradientSum,
+    ) -> Tensor | None:
+        """Go back through a stage whose blocks know the way without autograd; None for others."""
+        if self.blocks is None or self.batches or not self.blocks.takes(stage):
+            return None
+        return self.blocks.back(stage, params, x, gradient, total)
+
     def knowing(
         self,
         drop_keys: Sequence[str | None] = (),
@@ -121,6 +134,9 @@ class ReplayTape:
         gradient: Tensor,
         total: GradientSum,
     ) -> Tensor:
+        found = self._compute.back(self._stage, leaves, x, gradient, total)
+        if found is not None:
+            return found
         leaf = _input_leaf(x)
         with torch.enable_grad():
             output = self._compute.run(self._stage, leaves, leaf, index)

@@ -14,14 +14,16 @@ its projection and the input.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from trainer.gradients import GradientSum
 from trainer.lora.attention import Attention, attention_for
 from trainer.lora.pieces import GATES, GROUPS, INPUTS, LAST, OUTPUT, Group, Pieces
+from trainer.lora.recorded import Recorder
 from trainer.lora.stages import AdaptedStage
 from trainer.model.adapter_settings import LoraSettings
 from trainer.model.compiled import Blocks, compiled_closed, leaf, told
@@ -34,8 +36,9 @@ Called = Callable[..., Any]
 class CompiledAdapted(Blocks):
     """Runs native blocks with adapters; a block whose weights are bound packed is left out."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: Recorder | None = None) -> None:
         self._functions: dict[tuple[object, ...], Functions] = {}
+        self.recorder = recorder
 
     def takes(self, stage: Stage) -> bool:
         """Say whether a stage runs compiled."""
@@ -56,20 +59,81 @@ class CompiledAdapted(Blocks):
             InputError: this machine cannot compile (no C compiler, no Triton).
         """
         assert isinstance(stage, AdaptedStage)
+        call, binding = self._call(stage, params, x), stage.binding
+        visit = call.visit(binding.left, is_replay=binding.is_replay)
+        if not torch.is_grad_enabled():
+            if self.recorder is not None and self.recorder.takes(x) and not binding.is_replay:
+                return self.recorder.forward(call, x, binding.left)
+            return visit.forward(call.weights, params, x)
+        names = _Names(leaves=[*params], weights=[*call.weights])
+        given = (visit, names, leaf(x), *map(leaf, params.values()), *call.weights.values())
+        output: Tensor = _WithHistory.apply(*given)  # type: ignore[no-untyped-call]
+        return output
+
+    @torch.no_grad()
+    def back(
+        self,
+        stage: Stage,
+        params: Mapping[str, Tensor],
+        x: Tensor,
+        gradient: Tensor,
+        total: GradientSum,
+    ) -> Tensor | None:
+        """See `Blocks`: what is recorded needs no autograd."""
+        assert isinstance(stage, AdaptedStage)
+        if self.recorder is None or not self.recorder.takes(x):
+            return None
+        detached = {name: each.detach() for name, each in params.items()}
+        call = self._call(stage, detached, x)
+        return self.recorder.back(call, x.detach(), gradient, stage.binding.left, total)
+
+    def _call(self, stage: AdaptedStage, params: Named, x: Tensor) -> Call:
         block, binding = stage.inner, stage.binding
         assert isinstance(block, Block)
         weights = binding.weights()
         key = (block.config, tuple(params), stage.lora)
         if key not in self._functions:
             self._functions[key] = self.functions(block, stage.lora, [*weights], [*params])
-        functions = self._functions[key]
-        visit = _Visit(functions, block.angles(x), binding.left, is_replay=binding.is_replay)
-        if not torch.is_grad_enabled():
-            return visit.forward(weights, params, x)
-        names = _Names(leaves=[*params], weights=[*weights])
-        given = (visit, names, leaf(x), *map(leaf, params.values()), *weights.values())
-        output: Tensor = _WithHistory.apply(*given)  # type: ignore[no-untyped-call]
-        return output
+        return Call(
+            functions=self._functions[key],
+            angles=block.angles(x),
+            weights=weights,
+            leaves=params,
+            number=(binding, binding.visits),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """A block as it is bound for one visit; `number` says which: adapters change between visits."""
+
+    functions: Functions
+    angles: tuple[Tensor, Tensor]
+    weights: Named
+    leaves: Named
+    number: tuple[object, int]
+
+    def with_leaves(self, leaves: Named) -> Call:
+        """Give the same with other adapters."""
+        return replace(self, leaves=leaves)
+
+    def visit(self, left: list[Tensor] | None, *, is_replay: bool) -> _Visit:
+        """Give one micro-batch's visit."""
+        return _Visit(self.functions, self.angles, left, is_replay=is_replay)
+
+    def forward(self, x: Tensor, left: list[Tensor] | None) -> Tensor:
+        """Give the output; what is kept for the replay is added to `left`."""
+        return self.visit(left, is_replay=False).forward(self.weights, self.leaves, x)
+
+    def back(
+        self, x: Tensor, gradient: Tensor, left: list[Tensor] | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute the block again, but for `left`; give the gradients of x and leaves."""
+        visit, history = self.visit(left, is_replay=True), list[Tensor]()
+        visit.forward(self.weights, self.leaves, x, history)
+        gradient = gradient.contiguous()
+        found, by_leaf = visit.back(self.weights, self.leaves, x, history, gradient)
+        return found, dict(zip(self.leaves, by_leaf, strict=True))
 
 
 class Functions:

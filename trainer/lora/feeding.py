@@ -28,6 +28,7 @@ from trainer.lora.host_base import HostBase
 from trainer.lora.slots import Lease, Slot
 from trainer.lora.small_copies import SmallCopies
 from trainer.lora.stages import AdaptedStage, leased
+from trainer.lora.unpacked import UnpackedMemory
 from trainer.lora.waiting import OnHost
 from trainer.residency import ShardReader
 
@@ -77,11 +78,13 @@ class DeviceBase:
         self.lanes: Lanes = lanes_of(device)
         self.host = HostBase(device, self.lanes, dtype, is_kept=keeps_host)
         self.copies = SmallCopies(device, self.lanes)
+        self.unpacked = UnpackedMemory(device.torch_device, dtype)
         self.boundaries: OnHost | None = None
         if inputs_on_host:
             self.boundaries = OnHost(self.lanes, device, slots=AHEAD, poison=poison)
         self.slots: list[Slot] = []
         self.copied_bytes = 0
+        self.passes = 0
         self.resident_names: frozenset[str] = frozenset()
         self._residents: dict[str, _Resident] = {}
         self._views: dict[tuple[int, SlotForm], dict[str, Tensor]] = {}
@@ -199,7 +202,8 @@ class Feed:
                 yield
             self._give_back(stage.shard, slot)
             return
-        weights = nf4.unpacked(stage.inner, lease.tensors(), self._base.dtype)
+        places = self._base.unpacked.places(stage)
+        weights = nf4.unpacked(stage.inner, lease.tensors(), self._base.dtype, places)
         self._give_back(stage.shard, slot)
         with leased(stage, Lease(weights, None, owned=True), poison=self._base.poison):
             yield

@@ -15,6 +15,7 @@ from trainer.lora import nf4
 from trainer.lora.compiled import CompiledAdapted
 from trainer.lora.feeding import DeviceBase
 from trainer.lora.host_base import HostBase
+from trainer.lora.recorded import Recorder, is_worth_recording
 from trainer.lora.slots import SlotPool, placed_bytes
 from trainer.lora.stages import AdaptedStage, adapted
 from trainer.lora.targets import check_targets
@@ -50,7 +51,8 @@ class AdaptedModel:
         check_targets(model.trunk, lora)
         trunk = [adapted(stage, lora) for stage in model.trunk]
         head = adapted(model.head, lora)
-        blocks = CompiledAdapted() if model.options.compile_blocks else None
+        recorder = None if base is None else Recorder(base.lanes)
+        blocks = CompiledAdapted(recorder) if model.options.compile_blocks else None
         return cls(
             step=replace(model, trunk=trunk, head=head, blocks=blocks),
             trunk=trunk,
@@ -72,6 +74,17 @@ class AdaptedModel:
     def gradient_order(self) -> list[AdaptedStage]:
         """Give the visits of a pass that takes gradients."""
         return [*self.trunk, self.head, *self.backward]
+
+    def begin_pass(self, tokens: int) -> None:
+        """Say how large micro-batches are; passes may be recorded once one was made without."""
+        blocks, base = self.step.blocks, self.base
+        if base is None or not isinstance(blocks, CompiledAdapted) or blocks.recorder is None:
+            return
+        block = next(stage for stage in self.trunk if stage.is_block)
+        is_recorded = base.passes > 0 and is_worth_recording(block.inner, tokens)
+        blocks.recorder.tokens_max = tokens if is_recorded else 0
+        base.unpacked.keep(is_kept=is_recorded)
+        base.passes += 1
 
     def form(self, stage: AdaptedStage) -> torch.dtype | None:
         """Give the dtype in which a stage's weights are brought in; None is as they are stored."""

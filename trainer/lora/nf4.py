@@ -130,19 +130,25 @@ def computes_in(view: TensorImage, dtype: torch.dtype) -> bool:
     return all(form == torch_adaptor.NAMES[dtype].encode() for form in forms)
 
 
-def unpacked(stage: Stage, packed: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Give a block's weights as they compute, in memory of their own."""
+def unpacked(
+    stage: Stage,
+    packed: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    places: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """Give a block's weights as they compute, in `places`, or in memory of their own."""
     device = next(iter(packed.values())).device
     tables = code_tables(device)
     found = {}
     for name, parameter in stage.parameters.items():
+        place = None if places is None else places[name]
         if name + MARK in packed:
             state = quant_state(
                 library(), name + MARK, torch.Size(parameter.shape), packed, tables, dtype
             )
-            found[name] = library().dequantize_4bit(packed[name + MARK], state)
+            found[name] = library().dequantize_4bit(packed[name + MARK], state, out=place)
         else:
-            found[name] = packed[name].clone()
+            found[name] = packed[name].clone() if place is None else place.copy_(packed[name])
     return found
 
 

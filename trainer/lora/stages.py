@@ -31,10 +31,12 @@ class Binding:
     is_replay: stages are computed again for their gradients, and nobody looks at their outputs.
     calls: who computes products and attention, where it is not the stage itself.
     left: what a compiled block's first pass leaves for its replay; None where nothing is kept.
+    visits: how many there were, with the one that is going on.
     """
 
     def __init__(self) -> None:
         self._lease: Lease | None = None
+        self.visits = 0
         self.is_replay = False
         self.calls: Calls | None = None
         self.left: list[Tensor] | None = None
@@ -73,6 +75,7 @@ class Binding:
         """Bind weights for a block."""
         assert self._lease is None, "a stage is visited once at a time"
         self._lease = lease
+        self.visits += 1
         try:
             yield
         finally:

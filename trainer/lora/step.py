@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
@@ -28,10 +28,12 @@ from trainer.gradients import GradientSum, taken
 from trainer.lora.away import AwayTape
 from trainer.lora.ledger_tape import tape_of
 from trainer.lora.model import AdaptedModel
+from trainer.lora.unpacked import PlacedList
 from trainer.lora.updating import Updates, updates_of
 from trainer.lora.visits import Adapters, Visits, brought, open_visits, read_adapters
 from trainer.lora.waiting import Waiting
 from trainer.model.micro_batch import drop_keys
+from trainer.placement import Boundary
 from trainer.step import ShardTransaction, StepOrder, StepResult
 from trainer.tape import Compute, Tape
 from trainer.timing import StepClock
@@ -62,6 +64,7 @@ class AdapterPass(GradientPass):
         compute = compute.knowing(drop_keys)
         super().__init__(model.step, None, compute, loss_scale=loss_scale)
         self.shard_norms: dict[str, Tensor] = {}
+        self._loss_later: tuple[Tensor, int] | None = None
         self._adapted = model
         self._visits = visits
         self._at_end = at_end
@@ -80,12 +83,13 @@ class AdapterPass(GradientPass):
             GradientOverflowError: a gradient is not finite, and the loss was scaled.
         """
         model, clock = self._adapted, self._compute.clock
+        model.begin_pass(batches[0].ids.numel())
         self._compute = self._compute.knowing(documents=[batch.documents for batch in batches])
         tapes = self._forward([batch.ids for batch in batches])
         if self._away is not None:
             places = (len(tapes) - 1 - index for index in range(len(model.backward)))
             self._away.begin_replay([(p, b) for p in places for b in range(len(batches))])
-        with self._visits.visit(model.head):
+        with self._visits.visit(model.head), self._room_for_head(tapes[-1].outputs):
             gradients = self._head({}, tapes, batches).hidden
         found = []
         for stage in model.backward:
@@ -104,14 +108,48 @@ class AdapterPass(GradientPass):
         if self._at_end is not None:
             self._at_end(self, found)
         # One look at all of them, behind the last: each look lets a device run dry.
+        if self._loss_later is not None:
+            self._look_at_loss(*self._loss_later)
         if not math.isfinite(float(total_of_all)):
             for ready in found:
                 self._check(ready)
         yield from found
 
+    def _note_loss(self, loss_sum: Tensor, valid_tokens: int, tapes: Sequence[Tape]) -> None:
+        """On a device, let the backward pass be asked for before anybody looks."""
+        if self._adapted.base is None:
+            super()._note_loss(loss_sum, valid_tokens, tapes)
+        else:
+            self._loss_later = (loss_sum, valid_tokens)
+
+    def _look_at_loss(self, loss_sum: Tensor, valid_tokens: int) -> None:
+        self.loss = float(loss_sum) / valid_tokens
+        if not math.isfinite(self.loss):
+            raise NonFiniteError(
+                f"the loss is {self.loss}: training diverged and nothing was committed; resume"
+                " with a lower --learning-rate",
+                shard=f"params/{self._adapted.head.name}",
+                tensor="logits",
+            )
+
     def total_norm(self) -> Tensor:
         """Give the norm over all adapters, tensors in forward order."""
         return total_norm([self.norms[stage.name] for stage in self._adapted.owners])
+
+    @contextmanager
+    def _room_for_head(self, hidden: Boundary) -> Iterator[None]:
+        """Let the head have the memory of unpacked weights, and leave nothing in it."""
+        base, compute = self._adapted.base, self._compute
+        if base is None or not base.unpacked.is_there or not isinstance(hidden, list):
+            yield
+            return
+        places = [torch.empty_like(each) for each in hidden]
+        self._compute = replace(compute, new_boundary=partial(PlacedList, places))
+        try:
+            with base.unpacked.giving_way():
+                yield
+        finally:
+            self._compute = compute
 
     def _forward(self, ids: Sequence[Tensor]) -> list[Tape]:
         if self._away is not None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from trainer.errors import InputError
+from trainer.gradients import GradientSum
 from trainer.model.config import ModelConfig
 from trainer.model.stages import Block, Stage
 
@@ -39,6 +40,20 @@ class Blocks(Protocol):
     def run(self, stage: Stage, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Compute a stage's output, with its history where gradients are wanted."""
         ...
+
+    def back(
+        self,
+        stage: Stage,
+        params: Mapping[str, Tensor],
+        x: Tensor,
+        gradient: Tensor,
+        total: GradientSum,
+    ) -> Tensor | None:
+        """Compute a stage again and go back through it; give the gradient of x.
+
+        None where only autograd knows the way back: then nothing was done.
+        """
+        return None
 
 
 class CompiledBlocks(Blocks):
