@@ -104,11 +104,15 @@ class GradientPass:
                 loss_scale=self._loss_scale,
                 into=self._compute.new_boundary(),
             )
-        self.loss = float(found.loss_sum) / valid_tokens
-        if not math.isfinite(self.loss):
-            raise _diverged(self._model.trunk, tapes, self.loss)
+        self._note_loss(found.loss_sum, valid_tokens, tapes)
         tapes[-1].outputs.clear()
         return found
+
+    def _note_loss(self, loss_sum: Tensor, valid_tokens: int, tapes: Sequence[Tape]) -> None:
+        """Look at the loss, with what led to it still at hand."""
+        self.loss = float(loss_sum) / valid_tokens
+        if not math.isfinite(self.loss):
+            raise _diverged(self._model.trunk, tapes, self.loss)
 
     def _finished(self, ready: StageGradients) -> StageGradients:
         self._measured(ready)
@@ -140,7 +144,7 @@ class GradientPass:
             raise
 
 
-def _diverged(trunk: Sequence[Stage], tapes: list[Tape], loss: float) -> NonFiniteError:
+def _diverged(trunk: Sequence[Stage], tapes: Sequence[Tape], loss: float) -> NonFiniteError:
     """Name the first stage whose output is not finite. No loss scale can be the cause of it."""
     for stage, tape in zip(trunk, tapes, strict=True):
         if not all(bool(torch.isfinite(x).all()) for x in tape.outputs):

@@ -26,7 +26,7 @@ from tests.support.adapters import (
 )
 from trainer.device import Device
 from trainer.engine import Rows
-from trainer.errors import GradientOverflowError
+from trainer.errors import GradientOverflowError, NonFiniteError
 from trainer.lora import runs, updating
 from trainer.lora.engine import AdapterEngine
 from trainer.lora.feeding import DeviceBase
@@ -201,3 +201,23 @@ def test_rows_are_looked_up_once_ahead_of_their_step(
     assert [each.loss for each in said] == [each.loss for each in said_too]
     assert len(set(counts)) == 1
     assert len(counts) == 2 * STEPS + (0 if is_right else STEPS - 1)
+
+
+def test_a_loss_that_is_not_finite_is_told_before_gradients(store: Path, tmp_path: Path) -> None:
+    engine = fed_engine(store, {})
+    copied = tmp_path / "store"
+    shutil.copytree(store, copied)
+    plant_adapters(copied, engine)
+    shard = next(iter(engine.shard_specs()))
+    with shardb.open(copied) as opened:
+        with opened.begin() as txn:
+            for name in engine.shard_specs():
+                factor = 1e38 if name == shard else 1.0
+                tensors = torch_adaptor.tensors(txn.read(name))
+                torch_adaptor.write(txn, name, {n: t * factor for n, t in tensors.items()})
+            txn.commit(step=2)
+        with opened.begin() as txn:
+            with pytest.raises(NonFiniteError, match="the loss is nan: training diverged"):
+                engine.train_step(txn, rows_of(1), step=1, learning_rate=0.01)
+            for name, specs in engine.shard_specs().items():  # UsageError where it is staged
+                assert txn.stage(name, specs).name == name
