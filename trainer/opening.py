@@ -18,6 +18,7 @@ from shardb.errors import ConflictError
 from shardb.transfer import copy_commit
 from trainer.active import Publishing, TwoTiers
 from trainer.active_hint import write_hint
+from trainer.active_left import gone_text, left_text
 from trainer.active_relation import open_active
 from trainer.budget import is_ram_disk
 from trainer.engine import Engine
@@ -46,6 +47,7 @@ class Surroundings:
 def opened_tiers(plan: Plan, engine: Engine, around: Surroundings) -> Iterator[Tiers]:
     """Open the stores that a plan names; the branch has its newest commit in `training`."""
     settings, branch = plan.settings, plan.found.branch
+    _say_gone(plan, around)
     plan.store.absolute().parent.mkdir(parents=True, exist_ok=True)
     if settings.active is None:
         tier = plan.base_tier
@@ -57,6 +59,7 @@ def opened_tiers(plan: Plan, engine: Engine, around: Surroundings) -> Iterator[T
         ) as store:
             _bring_branch(plan, store, engine, around)
             _check_unmoved(plan, store)
+            _say_left(plan, store, around)
             write_hint(plan.store, branch, None)
             yield OneTier(store, branch, around.note)
         return
@@ -78,6 +81,7 @@ def opened_tiers(plan: Plan, engine: Engine, around: Surroundings) -> Iterator[T
         try:
             tiers.seed()
             _check_unmoved(plan, active)
+            _say_left(plan, durable, around)
             write_hint(plan.store, branch, settings.active)
             yield tiers
         finally:
@@ -130,8 +134,22 @@ def _bring_branch(plan: Plan, store: Store, engine: Engine, around: Surroundings
         _bring_from_elsewhere(plan, store, found.ahead)
         around.note(
             f"{found.ahead}: its steps up to {store.branches()[found.branch].step} were brought to"
-            f" {plan.store}; the folder is not needed any more"
+            f" {plan.store}"
         )
+
+
+def _say_gone(plan: Plan, around: Surroundings) -> None:
+    durable = plan.found.durable
+    text = None if durable is None else gone_text(plan.store, plan.found.branch, durable.step)
+    if text is not None:
+        around.note(f"warning: {text}")
+
+
+def _say_left(plan: Plan, store: Store, around: Surroundings) -> None:
+    found = plan.found
+    text = left_text(plan.store, found.branch, plan.settings.active, store.branches())
+    if text is not None:
+        around.note(text)
 
 
 def _bring_from_elsewhere(plan: Plan, store: Store, active_path: Path) -> None:

@@ -183,12 +183,16 @@ def test_after_a_kill_the_exact_newest_step_goes_on(
 
 
 def test_after_power_loss_the_newest_durable_step_goes_on(
-    data: Path, store: Path, active: Path, plain: Path
+    data: Path, store: Path, active: Path, plain: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ("--max-steps", "8", "--active", str(active), "--durable-every", "3")
     train_until_killed(arguments(store, data, *flags), after=5)
     shutil.rmtree(active)
+    capsys.readouterr()
     assert train_here(arguments(store)) == 0
+    told = capsys.readouterr().err
+    assert f"warning: {active}: the active store is gone, as after a restart" in told
+    assert "goes on after step 3, the newest durable one: what came behind it, to step 4" in told
     assert head(store).shards == head(plain).shards == head(active).shards
     lines = step_lines(store)
     assert [line["step"] for line in lines] == list(range(1, 9))
@@ -212,10 +216,12 @@ def test_a_step_log_lost_with_the_power_is_made_again_without_a_gap(
 
 
 def test_an_active_store_that_is_behind_is_brought_forward(
-    data: Path, store: Path, active: Path, plain: Path
+    data: Path, store: Path, active: Path, plain: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train_here(arguments(store, data, "--max-steps", "3", "--active", str(active))) == 0
+    capsys.readouterr()
     assert train_here(arguments(store, None, "--max-steps", "6", "--active", "off")) == 0
+    assert f"{active}: training goes on without this folder" in capsys.readouterr().err
     assert (head(store).step, head(active).step) == (6, 3)
     assert train_here(arguments(store, None, "--max-steps", "8", "--active", str(active))) == 0
     assert head(active).id == head(store).id
