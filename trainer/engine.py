@@ -224,8 +224,9 @@ class Engine:
             return error
         return None
 
-    def _tokens(self, micro_batches: Sequence[Rows]) -> list[Tokens]:
-        batches = [Tokens.from_rows(rows, self.config, self.device) for rows in micro_batches]
+    def _tokens(self, micro_batches: Sequence[Rows], device: Device | None = None) -> list[Tokens]:
+        device = device or self.device
+        batches = [Tokens.from_rows(rows, self.config, device) for rows in micro_batches]
         if not sum(batch.valid_count for batch in batches):
             raise InputError(
                 "no label of this step counts in the loss: every one is -100. Mend the rows, or"

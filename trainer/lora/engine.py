@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from shardb import TensorSpec, Transaction
@@ -134,10 +135,25 @@ class AdapterEngine(Engine):
         )
         at_end = partial(self._look_up_ahead, next_rows)
         this_step = AdapterStep(self.adapted, txn, order, at_end=at_end)
-        result = this_step.run(self._tokens(micro_batches))
+        result = this_step.run(self._placed_tokens(micro_batches))
         if self._residency is not None:
             self._residency.stepped()
         return result
+
+    def _placed_tokens(self, micro_batches: Sequence[Rows]) -> list[Tokens]:
+        """Give ids where their rows are looked up, and labels in one copy: each copy is waited for.
+
+        Records that are kept apart need all of it where masks are made.
+        """
+        if self.adapted.base is None or self.options.records_apart:
+            return self._tokens(micro_batches)
+        batches = self._tokens(micro_batches, Device.from_name("cpu"))
+        sizes = [batch.labels.numel() for batch in batches]
+        labels = self.device.to_device(torch.cat([batch.labels.flatten() for batch in batches]))
+        return [
+            replace(batch, labels=its.view(batch.labels.shape))
+            for batch, its in zip(batches, torch.split(labels, sizes), strict=True)
+        ]
 
     def _look_up_ahead(self, next_rows: NextRows | None) -> None:
         """Bring the next step's first rows of embeddings to a device that is still at work."""
