@@ -14,6 +14,7 @@ Every function here is called with the log's lock held.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from shardb import records, state
 from shardb.errors import LogTruncatedError
 from shardb.frames import Frame
 from shardb.index import Index, applied_position, put_applied_position
+from shardb.listing import listed
 from shardb.log import START, Log, Position, Scan, TornTail
 from shardb.state import Tables
 
@@ -48,6 +50,14 @@ class RecoveryReport:
             "warnings": self.warnings,
             "needs": self.needs,
         }
+
+
+def told(items: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Give entries of a report as lines for people: what a kill left many of takes one."""
+    paths: dict[tuple[str, str], list[str]] = {}
+    for item in items:
+        paths.setdefault((item["what"], item["why"]), []).append(item["path"])
+    return [f"{what}: {listed(found, most=1)}: {why}" for (what, why), found in paths.items()]
 
 
 def catch_up(log: Log, index: Index, report: RecoveryReport, *, whole: bool) -> Position:

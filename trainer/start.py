@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 
 from shardb import Commit
 from shardb.errors import CorruptionError, ShardbError
+from shardb.recovery import told
 from shardb.state import DEFAULT_BRANCH
 from trainer.budget import check_memory, step_shape
 from trainer.ceiling import Ceiling, ceiling_of
@@ -250,24 +251,10 @@ def _rescue(run: Run, progress: Progress) -> None:
         progress.note(f"step {run.head.step} is only in {root} ({error.message}): {then}")
 
 
-def found_on_opening(parts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Tell what opening a store left out, the files of one cause in one line.
-
-    A kill leaves as many staged objects as the step in work had written, which may be hundreds.
-    """
-    alike: dict[tuple[str, str], list[str]] = {}
-    for part in parts:
-        alike.setdefault((part["what"], part["why"]), []).append(part["path"])
-    return [
-        f"{what}: {paths[0]}{f' and {len(paths) - 1:,} more' if len(paths) > 1 else ''}: {why}"
-        for (what, why), paths in alike.items()
-    ]
-
-
 def _say_start(plan: Plan, tiers: Tiers, head: Commit, progress: Progress) -> None:
     report = tiers.durable.recovery
-    for told in found_on_opening([*report.dropped, *report.warnings]):
-        progress.note(f"warning: {told}")
+    for line in told([*report.dropped, *report.warnings]):
+        progress.note(f"warning: {line}")
     if (lost := _lost_text(plan, tiers)) is not None:
         progress.note(f"warning: {lost}")
     how = "begins" if head.step == 0 else f"goes on after step {head.step}"

@@ -10,6 +10,7 @@ from shardb.cli.places import JsonOption, NetworkOption, StoreArgument, store_pa
 from shardb.cli.printing import print_json
 from shardb.errors import NotFoundError, ShardbError
 from shardb.filesystem import RealFileSystem
+from shardb.recovery import told
 from shardb.reserve import with_reserve
 
 
@@ -74,7 +75,7 @@ def _print_text(root: str, report: dict[str, Any]) -> None:
     if not report["opened"]:
         print(f"opened   {root}: no commit yet")
     for title, word in (("dropped", "dropped"), ("rebuilt", "rebuilt"), ("warnings", "note")):
-        for item in report[title]:
-            print(f"{word:<7}  {item['what']}: {item['path']}: {item['why']}")
+        for line in told(report[title]):
+            print(f"{word:<7}  {line}")
     if report["needs"]:
         print(f"next     {report['needs']}")

@@ -21,6 +21,7 @@ from shardb.errors import (
 )
 from shardb.index import applied_position, put_applied_position
 from shardb.log import Position
+from shardb.recovery import told
 from tests.support.stores import (
     InterposedFiles,
     answers,
@@ -376,3 +377,16 @@ def test_is_the_name_of_a_segment_synced_again_after_its_writer_died(segments: P
     assert f"{segments}/wal" in synced
     with shardb.open(segments) as store, store.at() as view:
         assert values_of(view) == {"params/a": 30.0, "params/b": 30.25}
+
+
+def test_is_what_a_kill_left_told_in_one_line() -> None:
+    def part(what: str, path: str, why: str = "it ended") -> dict[str, str]:
+        return {"what": what, "path": path, "why": why}
+
+    staged = [part("staged object", f"spare/staged.{number}") for number in range(1_201)]
+    lines = told([*staged, part("record", "wal/1"), part("staged object", "a", "cut")])
+    assert lines == [
+        "staged object: spare/staged.0 and 1,200 more: it ended",
+        "record: wal/1: it ended",
+        "staged object: a: cut",
+    ]

@@ -1,4 +1,4 @@
-"""Can what a run says at its end be typed, and is what it says at its start short?"""
+"""Can what a run says at its end be typed, and may it look at what it is given?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from shardb.errors import StorageFailedError
 from trainer.found import find_run
-from trainer.start import _say_end, found_on_opening
+from trainer.start import _say_end
 
 
 def test_is_the_command_to_go_on_quoted_for_a_shell(tmp_path: Path) -> None:
@@ -45,16 +45,3 @@ def test_is_a_store_that_may_not_be_looked_into_no_bad_input(tmp_path: Path, hid
     finally:
         os.seteuid(0)
     assert refused.value.exit_code == 7
-
-
-def test_is_what_a_kill_left_told_in_one_line() -> None:
-    def part(what: str, path: str, why: str = "it ended") -> dict[str, str]:
-        return {"what": what, "path": path, "why": why}
-
-    staged = [part("staged object", f"spare/staged.{number}") for number in range(1_201)]
-    told = found_on_opening([*staged, part("record", "wal/1"), part("staged object", "a", "cut")])
-    assert told == [
-        "staged object: spare/staged.0 and 1,200 more: it ended",
-        "record: wal/1: it ended",
-        "staged object: a: cut",
-    ]
