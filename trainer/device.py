@@ -32,6 +32,7 @@ ALIGNMENT_BYTES = 64
 # Compute capability of Hopper; on others cuDNN was not measured.
 TENSOR_COPIES = 9
 EVENTS_MAX = 1_000_000
+ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,6 +241,17 @@ class Device:
             torch.cuda.empty_cache()
             self._peak_before = 0
             torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def split_exactly(self) -> None:
+        """Let the allocator give tensors what they ask for, in whole units of 512 bytes.
+
+        As it is made, it leaves up to a MiB behind a tensor to it, how much depends on what was
+        there before. Who has settings of his own in the environment keeps them.
+        """
+        if self.is_host or any(name in os.environ for name in ALLOCATOR_SETTINGS):
+            return
+        setting = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        (setting or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
 
     def limit_memory(self, limit_bytes: int) -> None:
         """Let tensors of this process take at most so much of the device; nothing on the host."""

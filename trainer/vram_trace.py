@@ -199,12 +199,14 @@ class _Fused(torch.autograd.Function):
             else query.new_empty(rows, positions, heads, width).transpose(1, 2)
         )
         sums = query.new_empty(rows, heads, _padded(positions, 32), dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, output, sums)
+        # The state of random numbers, where there are none too.
+        seeds = query.new_empty(2, dtype=torch.int64), query.new_empty(1, dtype=torch.int64)
+        ctx.save_for_backward(query, key, value, output, sums, *seeds)
         return output
 
     @staticmethod
     def backward(ctx: Any, *_gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value, _output, _sums = ctx.saved_tensors
+        query, key, value, *_others = ctx.saved_tensors
         return attention_back(query, key, value)
 
 

@@ -76,6 +76,7 @@ class AdapterEngine(Engine):
             if copies_base and not poison:
                 copies = HostBase(device, lanes_of(device), options.torch_dtype)
         else:
+            device.split_exactly()  # what is foretold is to the byte
             base = DeviceBase(
                 device,
                 options.torch_dtype,

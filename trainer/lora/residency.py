@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trainer.lora.exact_trace import exact_bytes
 from trainer.lora.model import AdaptedModel, brought_bytes
-from trainer.vram_trace import block_bytes
 
 # Evaluations and the allocator's corners are not in a step's peak.
 MARGIN_BYTES = 32 << 20
@@ -36,7 +36,7 @@ class Residency:
             device.forget_peak()
         elif self._steps == STEPS_SEEN:
             blocks = [stage for stage in self._model.trunk if stage.is_block]
-            size = block_bytes(brought_bytes(blocks[0], self._model.step.options.torch_dtype))
+            size = exact_bytes(brought_bytes(blocks[0], self._model.step.options.torch_dtype))
             count = kept_count(self._budget_bytes, device.peak_bytes(), size, len(blocks))
             self._model.base.keep(spread([stage.shard for stage in blocks], count))
 

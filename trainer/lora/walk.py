@@ -20,19 +20,22 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from trainer.clipping import tensor_norms, total_norm
 from trainer.device import Device
 from trainer.gradients import GradientSum, taken
 from trainer.head import head_backward
 from trainer.host_walk import SCALARS_BYTES
 from trainer.lora.away import AwayTape
 from trainer.lora.compiled_walk import WalkedBlocks
+from trainer.lora.exact_trace import ExactTrace
 from trainer.lora.feeding import SLOTS
 from trainer.lora.forms import whole
 from trainer.lora.ledger_tape import tape_of
 from trainer.lora.model import backward_order, brought_bytes, slot_bytes
 from trainer.lora.slots import Lease
 from trainer.lora.stages import AdaptedStage, adapted, leased
-from trainer.lora.targets import adapter_specs, linear_modules
+from trainer.lora.targets import linear_modules
+from trainer.lora.update_walk import walk_update
 from trainer.lora.waiting_walk import WalkedWaiting
 from trainer.model.adapter_settings import LoraSettings
 from trainer.model.handed import handed_bytes
@@ -42,20 +45,11 @@ from trainer.placement import Boundary
 from trainer.step_walk import away_boundary, kind_of
 from trainer.tape import Compute, Tape
 from trainer.timing import StepClock
-from trainer.vram import (
-    LEFT_OUT_BYTES,
-    TILE_BYTES,
-    TILES,
-    WORKSPACE_BYTES,
-    StepShape,
-    carried_on,
-    lasting_bytes,
-    make_tables,
-)
-from trainer.vram_trace import META, FusedAttention, HostAttention, MemoryTrace, block_bytes
+from trainer.vram import WORKSPACE_BYTES, StepShape, carried_on, make_tables
+from trainer.vram_trace import META, FusedAttention, HostAttention, MemoryTrace
 
-# Tensors of a tile that Adafactor holds: value, gradient and three of its own.
-ADAFACTOR_TILES = 5
+# Of 4-bit values, of their scales, and the library's own copy of those.
+CODE_TABLES = (4 * 16, 4 * 256, 4 * 256)
 
 
 def predicted_adapter_bytes(shape: StepShape, lora: LoraSettings, *, is_host: bool) -> int:
@@ -71,15 +65,14 @@ def predicted_adapter_phases(
     phases = carried_on(shape, shape.model.num_layers, shape.accumulation, walker)
     if is_host:
         return {phase: held + SCALARS_BYTES for phase, held in phases.items()}
-    lasting = WORKSPACE_BYTES + LEFT_OUT_BYTES + lasting_bytes(shape)
-    return {phase: held + lasting for phase, held in phases.items()}
+    return {phase: held + WORKSPACE_BYTES for phase, held in phases.items()}
 
 
 @lru_cache(maxsize=4096)
 def _walked(
     shape: StepShape, blocks: int, *, lora: LoraSettings, is_host: bool
 ) -> Mapping[str, int]:
-    trace = MemoryTrace(block_bytes=(lambda size: size) if is_host else block_bytes)
+    trace = MemoryTrace(block_bytes=lambda size: size) if is_host else ExactTrace()
     lasting = walk_through(shape, blocks, lora, trace, is_host=is_host)
     return {phase: held + lasting for phase, held in trace.peaks.items()}
 
@@ -94,10 +87,11 @@ def walk_through(
     trunk = [adapted(stage, lora) for stage in build_trunk(config)]
     walk_of = _HostWalk if is_host else _DeviceWalk
     walk = walk_of(trace, shape, trunk, adapted(build_head(config), lora))
-    ids = [
-        torch.empty(shape.micro_batch_size, shape.seq_len, dtype=torch.int64, device=META)
-        for _ in range(shape.accumulation)
-    ]
+    with trace, trace.left_out():  # a host's are numpy's
+        ids = [
+            torch.empty(shape.micro_batch_size, shape.seq_len, dtype=torch.int64, device=META)
+            for _ in range(shape.accumulation)
+        ]
     # What layers of transformers are handed lasts as well; it is made before counting begins.
     is_apart = shape.options.records_apart  # then it is made for each micro-batch, and counted
     handed = 0 if is_apart else handed_bytes(config, shape.micro_batch_size, shape.seq_len, dtype)
@@ -166,15 +160,19 @@ class _AdapterWalk(ABC):
         if self._away is not None:
             self._away.begin_replay([])
         gradients = self._through_head(tapes, ids)
-        held = []
+        held: dict[str, dict[str, Tensor]] = {}
+        norms: list[Tensor] = []
         for stage in self._backward:
             total = GradientSum()
-            phase = self._trace.phase(f"backward {kind_of(stage)}")
-            with phase, self._visit(stage), stage.binding.replaying():
-                tapes.pop().backward(adapters[stage.name], gradients, total)
-            held.append(taken(total.gradients))
+            with self._trace.phase(f"backward {kind_of(stage)}"):
+                with self._visit(stage), stage.binding.replaying():
+                    tapes.pop().backward(adapters[stage.name], gradients, total)
+                if stage.parameters:
+                    held[stage.name] = taken(total.gradients)
+                    norms.append(tensor_norms(held[stage.name]))
+                    norms.append(total_norm(norms[-1:]))
         with self._trace.phase("update"):
-            self.update()
+            self.update(held)
 
     @abstractmethod
     def begin(self) -> None:
@@ -185,8 +183,8 @@ class _AdapterWalk(ABC):
         """Give the adapters as they compute."""
 
     @abstractmethod
-    def update(self) -> None:
-        """Go through the update of everything."""
+    def update(self, gradients: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Go through the update of everything; gradients: by stage."""
 
     @abstractmethod
     def weights(self, stage: AdaptedStage) -> dict[str, Tensor]:
@@ -246,7 +244,7 @@ class _HostWalk(_AdapterWalk):
         with self._trace.left_out():
             return {stage.name: _empty_adapters(stage) for stage in self._trunk}
 
-    def update(self) -> None:
+    def update(self, gradients: Mapping[str, Mapping[str, Tensor]]) -> None:
         """See `_AdapterWalk`."""
 
     def weights(self, stage: AdaptedStage) -> dict[str, Tensor]:
@@ -269,7 +267,12 @@ class _DeviceWalk(_AdapterWalk):
     is_host = False
 
     def begin(self) -> None:
-        """Take the slots of blocks, and what other stages have from the beginning of a pass."""
+        """Take what lasts, the slots of blocks, and what others have from a pass's beginning."""
+        shape, config = self._shape, self._head.config
+        tables = 2 * [shape.seq_len * config.head_dim * self._dtype.itemsize]
+        batches = 2 * shape.accumulation * [8 * shape.micro_batch_size * shape.seq_len]
+        codes = CODE_TABLES if any(stage.is_packed for stage in self._trunk) else ()
+        self._lasting = [_memory(size) for size in (*tables, *batches, *codes)]
         size = slot_bytes(self._trunk, self._dtype)
         self._slots = [_memory(size) for _ in range(SLOTS)]
         order = [*self._trunk, self._head, *self._backward]
@@ -288,17 +291,12 @@ class _DeviceWalk(_AdapterWalk):
         shapes = [p.shape for stage in self._trunk for p in stage.parameters.values()]
         return sum(whole(4 * math.prod(shape)) for shape in shapes)
 
-    def update(self) -> None:
-        """Old and new values, of adapters and state, and what the rule makes of a tile."""
-        rule = self._shape.options.update_rule()
-        specs = {
-            f"{stage.name}:{name}": spec
-            for stage in self._trunk
-            for name, spec in adapter_specs(stage.inner, stage.lora).items()
-        }
-        state = sum(whole(spec.bytes) for spec in rule.state_specs(specs).values())
-        tiles = TILE_BYTES * TILES.get(self._shape.options.optimizer, ADAFACTOR_TILES)
-        self._trace.moment(2 * block_bytes(self._adapter_bytes + state) + tiles)
+    def update(self, gradients: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Go through it, with the rows that the next step looks up first."""
+        shape, width = self._shape, self._head.config.hidden_size
+        ahead = _memory(shape.micro_batch_size * shape.seq_len * width * self._dtype.itemsize)
+        walk_update(self._trace, self._trunk, gradients, shape.options.update_rule())
+        del ahead
 
     def weights(self, stage: AdaptedStage) -> dict[str, Tensor]:
         """What is unpacked has memory of its own for a visit."""
@@ -308,7 +306,7 @@ class _DeviceWalk(_AdapterWalk):
 
     def own(self, stage: AdaptedStage) -> list[Tensor]:
         """What is no block gives its memory up behind its last visit."""
-        if stage.shard in self._others:
+        if stage.shard in self._others and not stage.is_table:  # a tied head's is the table's
             self._uses[stage.shard] -= 1
             if not self._uses[stage.shard]:
                 return [self._others.pop(stage.shard)]
@@ -320,12 +318,11 @@ class _DeviceWalk(_AdapterWalk):
 def unpacked_bytes(stage: AdaptedStage, dtype: torch.dtype) -> int:
     """Give what is unpacked of a block at a time.
 
-    Where it was packed from the dtype that computes, as bf16 is taken to be, the whole block;
-    else the matrix of a product, in the form that it was packed from and in the one that computes.
+    Where it was packed from the dtype that computes, the whole block; else the matrix of a product,
+    in the form that it was packed from and in the one that computes.
     """
     sizes = [math.prod(shape) for shape in linear_modules(stage.inner).values()]
-    one = max(sizes) * (4 + dtype.itemsize)
-    return max(one, sum(sizes) * dtype.itemsize) if dtype == torch.bfloat16 else one
+    return max(max(sizes) * (4 + dtype.itemsize), sum(sizes) * dtype.itemsize)
 
 
 def _memory(size: int) -> Tensor:

@@ -15,6 +15,7 @@ from tests.support.adapters import (
     settings_of,
 )
 from trainer.device import Device
+from trainer.lora.exact_trace import exact_bytes
 from trainer.lora.feeding import DeviceBase
 from trainer.lora.model import brought_bytes
 from trainer.lora.need import adapter_need
@@ -23,7 +24,6 @@ from trainer.lora.small_copies import copy_small
 from trainer.model.stored import read_model
 from trainer.options import EngineOptions
 from trainer.vram import StepShape
-from trainer.vram_trace import block_bytes
 
 ROWS = [np.random.default_rng(5).integers(3, 64, (2, 13))]
 
@@ -50,7 +50,7 @@ def test_blocks_stay_once_steps_were_seen_and_only_with_a_budget(tmp_path: Path)
     base = DeviceBase(Device.from_name("cpu"), torch.float32)
     object.__setattr__(engine.adapted, "base", base)
     block = next(stage for stage in engine.adapted.trunk if stage.is_block)
-    size = block_bytes(brought_bytes(block, torch.float32))
+    size = exact_bytes(brought_bytes(block, torch.float32))
     for budget, count in ((None, 0), (MARGIN_BYTES + 2 * size, 2)):
         residency = Residency(engine.adapted, budget)
         for _ in range(STEPS_SEEN + 1):
