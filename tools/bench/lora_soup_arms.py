@@ -4,8 +4,8 @@ Owns how each program is asked for a step of the same adapters on the same model
 line of JSON a step, the micro-batches of token rows and whether what a device held is to be
 forgotten before it, and answers with one: loss and seconds. Soup
 is driven through its own `shard_checkpoint` and `build_streamed_model`, with the values that its
-trainer hands them by default, and torch's AdamW; ours through the engine and a store, each step
-committed.
+trainer hands them by default, and torch's AdamW; ours through the engine and a store, with what
+`train` chooses, each step committed.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import shardb
 from export.import_run import plan_import, run_import
 from shardb import torch_adaptor
 from trainer.device import Device
+from trainer.host_memory import keep_freed_memory
 from trainer.lora.adoption import fill_first
 from trainer.lora.engine import AdapterEngine
 from trainer.model.adapter_settings import LoraSettings
@@ -71,6 +72,7 @@ def main() -> None:
 
 def our_step(plan: dict[str, Any]) -> Step:
     """Import the package, commit the first adapters, write them for the peer; give a step."""
+    keep_freed_memory()  # as the command `train` does before its first step
     work = Path(plan["work"])
     package = plan_import(Path(plan["package"]))
     run_import(package, work / "store")
