@@ -275,6 +275,12 @@ class Device:
         return tensor.to(self.torch_device)
 
 
+def stream_address(device: torch.device) -> int:
+    """Give the stream that what is asked for now runs in, as other libraries take it."""
+    address: int = torch.cuda.current_stream(device).cuda_stream
+    return address
+
+
 def has_tensor_copies(device: torch.device) -> bool:
     """Say whether a device copies tiles by itself, which cuDNN has kernels of attention for."""
     major: int = torch.cuda.get_device_capability(device)[0]

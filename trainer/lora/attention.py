@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trainer.device import has_tensor_copies
+from trainer.lora.cudnn_graph import CudnnBack, NoKernelError
 from trainer.model.layers import causal_attention
 
 # What a fused kernel can take of a head.
@@ -92,6 +93,25 @@ class CudnnThere(Flash):
         return mixed, sums.view(query.shape[:3])
 
 
+class CudnnBoth(CudnnThere):
+    """cuDNN's kernels both ways, where its own interface is there to ask for a fixed order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._back: CudnnBack | None = CudnnBack()
+
+    def back(
+        self, gradient: Tensor, heads: tuple[Tensor, Tensor, Tensor], mixed: Tensor, sums: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Attention`."""
+        if self._back is not None:
+            try:
+                return self._back(gradient, heads, mixed, sums)
+            except NoKernelError:
+                self._back = None
+        return super().back(gradient, heads, mixed, sums)
+
+
 class Chosen:
     """What PyTorch itself chooses: its way back computes the output again, and has no sums."""
 
@@ -119,5 +139,5 @@ def attention_for(query: Tensor, key: Tensor, value: Tensor) -> Attention:
         return HostFused() if choice == CPU_FUSED else Chosen()
     if query.dtype.itemsize == 2 and width % WIDTH_MULTIPLE == 0 and width <= WIDTH_MAX:
         by_cudnn = width <= CUDNN_WIDTH_MAX and has_tensor_copies(query.device)
-        return CudnnThere() if by_cudnn else Flash()
+        return CudnnBoth() if by_cudnn else Flash()
     return Chosen()
