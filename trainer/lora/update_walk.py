@@ -25,6 +25,8 @@ from trainer.optimizers.tiles import ShardUpdate
 from trainer.vram_trace import META, MemoryTrace
 
 Named = Mapping[str, Tensor]
+# Beside a factor for each shard: the norm of all, what is made of it, and the rule's own.
+SCALARS = 8
 
 
 def walk_update(
@@ -35,6 +37,7 @@ def walk_update(
 ) -> None:
     """Go through an update; gradients: by stage."""
     owners = [stage for stage in trunk if stage.parameters]
+    scalars = [torch.empty((), device=META) for _ in range(len(owners) + SCALARS)]
     specs = {stage.name: adapter_specs(stage.inner, stage.lora) for stage in owners}
     states = {name: dict(rule.state_specs(each)) for name, each in specs.items()}
     runs = Runs.of(_views(specs), _views(states)) if isinstance(rule, ELEMENTWISE) else None
@@ -42,6 +45,7 @@ def walk_update(
         _as_one(runs, gradients, rule)
     else:
         _each(trace, specs, states, gradients, rule)
+    del scalars
 
 
 def _as_one(runs: Runs, gradients: Mapping[str, Named], rule: UpdateRule) -> None:

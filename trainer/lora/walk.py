@@ -218,6 +218,7 @@ class _AdapterWalk(ABC):
                 into=self._compute.new_boundary(),
             )
             tapes[-1].outputs.clear()
+        self._loss = found.loss_sum  # a device is asked for it behind the way back
         return found.hidden
 
     @contextmanager
@@ -270,7 +271,10 @@ class _DeviceWalk(_AdapterWalk):
         """Take what lasts, the slots of blocks, and what others have from a pass's beginning."""
         shape, config = self._shape, self._head.config
         tables = 2 * [shape.seq_len * config.head_dim * self._dtype.itemsize]
-        batches = 2 * shape.accumulation * [8 * shape.micro_batch_size * shape.seq_len]
+        labels = 8 * shape.micro_batch_size * shape.seq_len
+        # One run of bytes; where masks are made of them, ids and labels of each micro-batch.
+        is_apart, count = shape.options.records_apart, shape.accumulation
+        batches = 2 * count * [labels] if is_apart else [count * labels]
         codes = CODE_TABLES if any(stage.is_packed for stage in self._trunk) else ()
         self._lasting = [_memory(size) for size in (*tables, *batches, *codes)]
         size = slot_bytes(self._trunk, self._dtype)
