@@ -32,16 +32,6 @@ class Content(Protocol):
         ...
 
 
-class ImageContent:
-    """An object in memory."""
-
-    def __init__(self, image: Bytes) -> None:
-        self._image = image
-
-    def read(self, start: int, length: int) -> Bytes:
-        return self._image[start : start + length]
-
-
 class FileContent:
     """An object in a file of its own; the caller keeps the descriptor open."""
 
