@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
-import time
 from collections.abc import Iterator
 from typing import Annotated
 
@@ -12,17 +10,16 @@ import typer
 
 from shardb.cli.places import JsonOption, StoreArgument, store_path
 from shardb.cli.printing import in_bytes, print_json
+from shardb.cli.progress import ObjectsLine
 from shardb.cli.verified import VerifiedTimes
 from shardb.durations import duration
 from shardb.errors import ShardbError, UsageError
 from shardb.filesystem import RealFileSystem
 from shardb.findings import Finding, Report
 from shardb.fsck import check_store
-from shardb.fsck_audit import Progress
 
 DURATION = re.compile(r"^(\d+(?:\.\d+)?)(s|m|h|)$")
 UNIT_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
-SHOW_EVERY_SECONDS = 0.2
 
 
 def fsck(
@@ -62,22 +59,21 @@ def fsck(
     files = RealFileSystem()
     verified = VerifiedTimes(files, root)
     budget_seconds = None if budget is None else _seconds(budget)
-    display = _Display()
     try:
-        report = check_store(
-            files,
-            root,
-            budget_seconds=budget_seconds,
-            verified=verified.times,
-            on_progress=display.show if sys.stderr.isatty() else None,
-            on_verified=verified.add,
-        )
+        with ObjectsLine("checked") as line:
+            report = check_store(
+                files,
+                root,
+                budget_seconds=budget_seconds,
+                verified=verified.times,
+                on_progress=line.show_objects,
+                on_verified=verified.add,
+            )
     except ShardbError as error:
         if json:
             print_json({**Report(complete=False).to_json(), "error": error.to_json()})
         raise
     finally:
-        display.clear()
         verified.save()
     if json:
         print_json(report.to_json())
@@ -91,31 +87,6 @@ def _seconds(text: str) -> float:
     if match is None:
         raise UsageError(f"--budget {text!r}: give a time such as 60s, 10m or 2h")
     return float(match.group(1)) * UNIT_SECONDS[match.group(2)]
-
-
-class _Display:
-    """One line of progress on a terminal, rewritten in place."""
-
-    def __init__(self) -> None:
-        self._shown_at = 0.0
-
-    def show(self, progress: Progress) -> None:
-        now = time.monotonic()
-        if now - self._shown_at < SHOW_EVERY_SECONDS:
-            return
-        self._shown_at = now
-        rate = progress.bytes / max(progress.seconds, 1e-9)
-        left_seconds = (progress.bytes_total - progress.bytes) / rate if rate else 0.0
-        text = (
-            f"checked {progress.objects} of {progress.objects_total} objects, "
-            f"{in_bytes(progress.bytes)} of {in_bytes(progress.bytes_total)}, "
-            f"{in_bytes(rate)}/s, {duration(left_seconds)} left"
-        )
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        if self._shown_at:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _print_text(root: str, report: Report) -> None:

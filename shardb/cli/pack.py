@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from collections import Counter
 from typing import Annotated
 
@@ -19,15 +17,14 @@ from shardb.cli.places import (
     store_path,
 )
 from shardb.cli.printing import in_bytes, print_json, print_table
+from shardb.cli.progress import ObjectsLine
 from shardb.durations import duration
 from shardb.errors import NotFoundError, UsageError
 from shardb.pack import pack_snapshots
-from shardb.pack_report import Packed, PackProgress
+from shardb.pack_report import Packed
 from shardb.pack_undo import unpack_snapshots
 from shardb.pack_usage import StoreUsage, Usage, usage
 from shardb.read_only import open_to_look
-
-SHOW_EVERY_SECONDS = 0.2
 
 Words = Annotated[
     list[str] | None,
@@ -74,8 +71,8 @@ def pack(
     root, refs = _store_and_refs(words)
     if snapshots and refs:
         raise UsageError(f"--snapshots means all of them, and {refs[0]} one; give one of the two")
-    with shardb.open(root, allow_network=allow_network) as store, _Display("packed") as display:
-        done = pack_snapshots(store, refs, level=level, on_progress=display.show)
+    with shardb.open(root, allow_network=allow_network) as store, ObjectsLine("packed") as line:
+        done = pack_snapshots(store, refs, level=level, on_progress=line.show_objects)
     if json:
         print_json(done.to_json())
     else:
@@ -101,8 +98,8 @@ def unpack(
     command again for the rest.
     """
     root, refs = _store_and_refs(words)
-    with shardb.open(root, allow_network=allow_network) as store, _Display("unpacked") as display:
-        done = unpack_snapshots(store, refs, on_progress=display.show)
+    with shardb.open(root, allow_network=allow_network) as store, ObjectsLine("unpacked") as line:
+        done = unpack_snapshots(store, refs, on_progress=line.show_objects)
     if json:
         print_json(done.to_json())
     else:
@@ -195,32 +192,3 @@ def _row(item: Usage) -> list[str]:
     sizes = (item.logical_bytes, item.stored_bytes, item.unique_bytes, item.saved_bytes)
     steps = str(last) if first == last else f"{first} to {last}"
     return [item.name, item.kind, steps, *map(in_bytes, sizes)]
-
-
-class _Display:
-    """One line of progress on a terminal, rewritten in place."""
-
-    def __init__(self, done: str) -> None:
-        self._done = done
-        self._shown_at = 0.0
-
-    def show(self, progress: PackProgress) -> None:
-        now = time.monotonic()
-        if not sys.stderr.isatty() or now - self._shown_at < SHOW_EVERY_SECONDS:
-            return
-        self._shown_at = now
-        rate = progress.bytes / max(progress.seconds, 1e-9)
-        left_seconds = (progress.bytes_total - progress.bytes) / rate if rate else 0.0
-        text = (
-            f"{self._done} {progress.objects} of {progress.objects_total} objects, "
-            f"{in_bytes(progress.bytes)} of {in_bytes(progress.bytes_total)}, "
-            f"{in_bytes(rate)}/s, {duration(left_seconds)} left"
-        )
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-
-    def __enter__(self) -> _Display:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._shown_at:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

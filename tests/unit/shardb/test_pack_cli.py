@@ -9,7 +9,7 @@ import pytest
 
 import shardb
 from shardb import branching
-from shardb.cli.pack import _Display as Display
+from shardb.cli.progress import ObjectsLine
 from shardb.pack_report import PackProgress
 from shardb.pack_usage import usage
 from tests.support.commands import Ask, check_refused
@@ -148,13 +148,16 @@ def test_is_progress_shown_on_a_terminal_and_cleared(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     progress = PackProgress(objects=1, objects_total=2, bytes=50, bytes_total=100, seconds=1.0)
-    with Display("packed") as display:
-        display.show(progress)
+    with ObjectsLine("packed") as line:
+        line._written_at -= 1
+        line.show_objects(progress)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    with Display("packed") as display:
-        display.show(progress)
-        display.show(progress)
+    with ObjectsLine("packed") as line:
+        line.show_objects(progress)  # not at once: what ends in a moment shows none
+        line._written_at -= 1
+        line.show_objects(progress)
+        line.show_objects(progress)
     shown = capsys.readouterr().err
     assert shown.count("packed 1 of 2 objects, 50 B of 100 B, 50 B/s, 1.0 s left") == 1
     assert shown.endswith("\r\x1b[K")
