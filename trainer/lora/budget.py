@@ -54,7 +54,7 @@ def adapter_budget(
     every, stop = settings.snapshot_every, settings.max_steps
     asked = settings.activation_placement
     placement = "vram" if asked == "auto" or (asked == "host" and _is_host(recipe)) else asked
-    why = "a step beside a frozen base keeps its stages' inputs alone"
+    why = "beside a frozen base stages' inputs wait where they are computed"
     size = run_boundary_bytes(recipe)
     found = Budget(
         parameter_count=sum(_adapter_count(stage, lora) for stage in stages),
