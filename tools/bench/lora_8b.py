@@ -72,6 +72,7 @@ MODELS = {
     ),
 }
 CASES = "512:4:8:512:compiled,2048:1:8:512:compiled,2048:4:4:512:compiled,2048:4:4:512"
+ACTIVATIONS = ("recompute", "attention", "keep")
 IDS_MAX = 32000
 MATCHED_SECONDS, ROUNDS_AT_ONCE = 0.4, 8
 WARM_STEPS = 3
@@ -87,12 +88,14 @@ class Case:
     chunk: int
     vram_budget: str | None
     compiled: bool
+    activations: str = "auto"
 
     @classmethod
     def of(cls, text: str) -> Case:
-        """Read `SEQ:ROWS:MICRO-BATCHES:CHUNK[:VRAM-BUDGET][:compiled]`."""
+        """Read `SEQ:ROWS:MICRO-BATCHES:CHUNK[:VRAM-BUDGET][:compiled][:ACTIVATIONS]`."""
         seq_len, rows, accumulation, chunk, *more = text.split(":")
-        budgets = [word for word in more if word != "compiled"]
+        kept = [word for word in more if word in ACTIVATIONS]
+        budgets = [word for word in more if word not in ("compiled", *ACTIVATIONS)]
         return cls(
             seq_len=int(seq_len),
             rows=int(rows),
@@ -100,6 +103,7 @@ class Case:
             chunk=int(chunk),
             vram_budget=budgets[0] if budgets else None,
             compiled="compiled" in more,
+            activations=kept[0] if kept else "auto",
         )
 
     @property
@@ -206,7 +210,7 @@ def given_of(arguments: argparse.Namespace, root: Path, index: int, case: Case) 
         "gradient_accumulation_steps": case.accumulation,
         "lm_head_chunk_tokens": case.chunk,
         "activation_placement": arguments.activation_placement,
-        "activations": arguments.activations if case.compiled else "auto",
+        "activations": case.activations,
         "compile_blocks": case.compiled,
         "learning_rate": 1e-4,
         "warmup_tokens": 100_000,
@@ -253,6 +257,7 @@ def measured(arguments: argparse.Namespace, root: Path, index: int, case: Case) 
         row = {
             "case": asdict(case),
             "compiled": product.plan.recipe.compile_blocks,
+            "activations": product.plan.budget.activations,
             "made_seconds": made,
             "seconds": seconds,
             "commit_seconds": statistics.median(line["commit_seconds"] for line in lines),
@@ -301,7 +306,8 @@ def line_of(row: dict[str, Any]) -> str:
         f" ({min(row['seconds']):.3f}..{max(row['seconds']):.3f}), commit"
         f" {row['commit_seconds']:.3f}; peak {in_bytes(row['peak'])}, predicted"
         f" {in_bytes(row['predicted'])} ({row['predicted'] / peak:.4f}); {row['residents']} stay;"
-        f" {'compiled' if row['compiled'] else 'eager'}; loss {row['loss']:.4f};"
+        f" {'compiled' if row['compiled'] else 'eager'}, {row['activations']};"
+        f" {in_bytes(row['page_locked'])} page-locked; loss {row['loss']:.4f};"
         f" made in {row['made_seconds']:.1f} s"
     )
 
@@ -318,7 +324,6 @@ def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--targets", default="q_proj,v_proj")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--activation-placement", default="host")
-    parser.add_argument("--activations", default="auto", help="of cases that are compiled")
     parser.add_argument("--profile", type=Path, help="file for the kernels of the first case")
     parser.add_argument("--limit-seconds", type=float, default=160)
     parser.add_argument("--json", type=Path, help="file for the rows")
