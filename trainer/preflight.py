@@ -25,12 +25,12 @@ from trainer.budget import (
     room_bytes,
     step_shape,
 )
-from trainer.ceiling import DEVICE_COPY_BYTES, Ceiling, measure, step_flops
+from trainer.ceiling import DEVICE_COPY_BYTES, Ceiling, measure
 from trainer.device import Device
 from trainer.errors import InputError
 from trainer.host_memory import machine_memory
 from trainer.lora.base_tier import RAM, BaseTier, tier_text
-from trainer.lora.forecast import bracket
+from trainer.lora.forecast import bracket, step_operations
 from trainer.lora.need import adapter_need
 from trainer.model.adapter_settings import LoraSettings
 from trainer.options import EngineOptions
@@ -298,7 +298,7 @@ def _step_time(
     if rates is None:
         return _line("time a step", 0, None, "not measured yet", "")
     least = max(
-        step_flops(recipe) / rates.matmul_flops_per_second,
+        step_operations(recipe, budget.activations) / rates.matmul_flops_per_second,
         budget.commit_bytes / rates.copy_bytes_per_second,
     )
     text = (

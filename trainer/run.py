@@ -21,13 +21,14 @@ from numpy.typing import NDArray
 from shardb import Commit, Transaction
 from shardb.errors import ConflictError
 from trainer.adoption import is_import
-from trainer.ceiling import Ceiling, step_flops
+from trainer.ceiling import Ceiling
 from trainer.data.batches import batch_at
 from trainer.engine import Engine, StepResult
 from trainer.errors import GradientOverflowError, NonFiniteError, UpdateRejectedError
 from trainer.forecast_check import ForecastCheck
 from trainer.guard import train_guarded
 from trainer.host_memory import resident_bytes
+from trainer.lora.forecast import step_operations
 from trainer.metering import MeteredTransaction
 from trainer.pins import pins_of
 from trainer.plan import Plan
@@ -297,7 +298,7 @@ class Run:
     def _ceiling_percent(self, trained: _Trained, seconds: float) -> float:
         """Compare the step, without its validation, with what the machine could do."""
         return self.ceiling.percent(
-            flops=step_flops(self.plan.recipe),
+            flops=step_operations(self.plan.recipe, self.plan.budget.activations),
             moved_bytes=trained.moved_bytes,
             seconds=seconds - trained.metrics.get("validation_seconds", 0.0),
         )

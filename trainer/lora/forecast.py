@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from trainer.ceiling import Ceiling
+from trainer.ceiling import Ceiling, step_flops
 from trainer.device import Device
 from trainer.lora.pace import Pace, measure_pace
 from trainer.lora.targets import adapter_parameters, linear_modules
@@ -89,6 +89,14 @@ def token_operations(
         + HEAD_OPERATIONS * model.vocab_size * model.hidden_size
         + (ATTENTION_OPERATIONS if is_again else KEPT_ATTENTION_OPERATIONS) * attention
     )
+
+
+def step_operations(recipe: Recipe, activations: str) -> float:
+    """Give the operations of a step, of whole weights or beside a frozen base."""
+    if recipe.lora is None:
+        return step_flops(recipe)
+    each = token_operations(recipe.model, recipe.lora, recipe.seq_len, activations)
+    return each * recipe.rows_per_step * recipe.seq_len
 
 
 def bracket(

@@ -10,11 +10,13 @@ import pytest
 from tests.support.adapters import imported_store
 from tests.support.training import make_data
 from trainer.budget import TENSORS, Budget
+from trainer.ceiling import step_flops
 from trainer.device import Device
 from trainer.errors import InputError
 from trainer.found import find_run
 from trainer.lora import kept_way as choosing
 from trainer.lora.budget import adapter_budget
+from trainer.lora.forecast import step_operations
 from trainer.placement_choice import BOUNDARIES
 from trainer.plan import Plan, make_plan
 
@@ -110,3 +112,18 @@ def test_compiled_blocks_keep_what_attention_gave_where_it_may_wait(
     few = found(activation_placement="host", pinned_budget="1MiB")
     assert few.activations == "recompute"
     assert "may be page-locked" in few.activations_why
+
+
+def test_the_least_time_of_a_step_counts_what_is_kept(asked: dict[str, Any]) -> None:
+    recipe = plan_of(asked).recipe
+    tokens = recipe.rows_per_step * recipe.seq_len
+    again, kept = (step_operations(recipe, way) for way in ("recompute", "keep"))
+    width, inner = recipe.model.hidden_size, recipe.model.intermediate_size
+    attention = recipe.model.num_heads * recipe.model.head_dim
+    keys = recipe.model.num_kv_heads * recipe.model.head_dim
+    # Queries and what comes out, keys and values, gate and up: once less each.
+    products = 2 * width * (2 * attention + 2 * keys + 2 * inner)
+    once = recipe.model.num_layers * (products + 4 * attention * recipe.seq_len)
+    assert again - kept == once * tokens
+    whole = replace(recipe, lora_rank=0)
+    assert step_operations(whole, "keep") == step_flops(whole)
