@@ -121,12 +121,22 @@ def cases(model: ModelConfig, dtype: str = "bf16") -> Iterator[Case]:
     for rows, tokens in ((1, 512), (4, 2048), (1, 8192)):
         yield _case("wide", wide, QV, rows, tokens)
         yield _case("wide, on the host", _on_host(wide), QV, rows, tokens)
-    compiled = replace(base, options=replace(options, compile_blocks=True))
+    yield from _compiled(replace(base, options=replace(options, compile_blocks=True)))
+
+
+def _compiled(compiled: StepShape) -> Iterator[Case]:
+    """Give compiled blocks, with attention kept and computed again."""
     for rows, tokens in COMPILED:
         yield _case("compiled", compiled, QV, rows, tokens)
     yield _case("compiled, all linear", compiled, EVERY, 4, 512)
     yield _case("compiled, plain base", compiled, PLAIN, 4, 512)
-    yield _case("compiled, on the host", _on_host(replace(compiled, accumulation=3)), QV, 4, 512)
+    many = replace(compiled, accumulation=3)
+    yield _case("compiled, on the host", _on_host(many), QV, 4, 512)
+    yield _case("compiled, attention kept", _keeping(compiled, "attention"), QV, 4, 512)
+    waiting = _on_host(_keeping(many, "attention"))
+    yield _case("compiled, attention kept, on the host", waiting, QV, 4, 2048)
+    wide = replace(waiting, model=WIDE if compiled.model.hidden_size > 64 else compiled.model)
+    yield _case("compiled, wide, attention kept, on the host", wide, QV, 4, 2048)
 
 
 def _others(base: StepShape) -> Iterator[Case]:
@@ -149,6 +159,11 @@ def _others(base: StepShape) -> Iterator[Case]:
     yield _case("lion", lion, QV, 4, 512)
     wide = replace(base, options=replace(base.options, dtype="fp32"))
     yield _case("fp32", wide, QV, 4, 512)
+    for lora, name in ((QV, "kept"), (PLAIN, "kept, plain base")):
+        yield _case(name, _keeping(base, "keep"), lora, 4, 512)
+    yield _case(
+        "2 micro-batches, kept", _keeping(replace(base, accumulation=2), "keep"), QV, 4, 512
+    )
     tied = replace(base, model=replace(base.model, tied_embeddings=True))
     yield _case("tied", tied, QV, 4, 512)
 
@@ -160,6 +175,10 @@ def _case(name: str, base: StepShape, lora: LoraSettings, rows: int, tokens: int
 
 def _on_host(base: StepShape) -> StepShape:
     return replace(base, options=replace(base.options, activation_placement="host"))
+
+
+def _keeping(base: StepShape, activations: str) -> StepShape:
+    return replace(base, options=replace(base.options, activations=activations))
 
 
 @dataclass(frozen=True, kw_only=True)

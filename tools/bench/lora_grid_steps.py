@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from shardb import ShardView, torch_adaptor
 from tests.support.memory_transaction import MemoryStore, MemoryTransaction
@@ -126,12 +127,14 @@ class Trained:
         self._engine: AdapterEngine | None = None
         self._store = MemoryStore(poison=False)
         self._random = np.random.default_rng(0)
+        self._next: list[NDArray[np.integer]] = []
 
     def peaks(self, kind: Kind, shape: StepShape) -> Peaks:
         """Train a step that makes what lasts, and measure one behind it."""
         self.open(kind)
         peaks, device = Peaks(), self._device
-        for _ in range(STEPS_SEEN + 1 if kind.budget_bytes else 1):
+        lasts_later = kind.budget_bytes is not None or kind.options.compile_blocks
+        for _ in range(STEPS_SEEN + 1 if lasts_later else 1):
             self.step(shape)
         if device.is_host:
             peaks.total = tensor_peak(partial(self.step, shape))
@@ -165,14 +168,18 @@ class Trained:
         """Train a step on random rows."""
         assert self._base is not None
         txn = Beside(self._store, self._base[1])
+        rows, self._next = self._next or self._drawn(shape), self._drawn(shape)
+        self.engine.train_step(txn, rows, step=1, learning_rate=1e-4, next_rows=lambda: self._next)
+        txn.commit()
+
+    def _drawn(self, shape: StepShape) -> list[NDArray[np.integer]]:
         size = shape.micro_batch_size, shape.seq_len + 1
         vocabulary = shape.model.vocab_size
-        rows = [self._random.integers(0, vocabulary, size) for _ in range(shape.accumulation)]
-        self.engine.train_step(txn, rows, step=1, learning_rate=1e-4)
-        txn.commit()
+        return [self._random.integers(0, vocabulary, size) for _ in range(shape.accumulation)]
 
     def open(self, kind: Kind) -> None:
         """Have an engine without a trace of other shapes; a compiled one serves one case."""
+        self._next = []
         layers.rotary_angles.cache_clear()
         if kind != self._kind or kind.options.compile_blocks or kind.budget_bytes:
             self.close()
