@@ -19,7 +19,7 @@ from trainer.clipping import check_finite, tensor_norms, total_norm
 from trainer.errors import GradientOverflowError, NonFiniteError
 from trainer.forward import bring_in, trace_forward
 from trainer.gradients import taken
-from trainer.head import HeadGradients, head_backward
+from trainer.head import HeadGradients, HeadWork, head_backward
 from trainer.model.stages import Stage
 from trainer.residency import ShardWindow
 from trainer.step_model import StepModel
@@ -54,6 +54,7 @@ class GradientPass:
         self._compute = compute
         self._loss_scale = loss_scale
         self._factors = factors or {}
+        self._head_work: HeadWork | None = None
 
     def run(self, batches: Sequence[Tokens]) -> Iterator[StageGradients]:
         """Yield each shard's gradients while its parameters are in.
@@ -103,6 +104,7 @@ class GradientPass:
                 chunk_tokens=self._model.options.lm_head_chunk_tokens,
                 loss_scale=self._loss_scale,
                 into=self._compute.new_boundary(),
+                work=self._head_work,
             )
         self._note_loss(found.loss_sum, valid_tokens, tapes)
         tapes[-1].outputs.clear()

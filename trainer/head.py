@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +36,16 @@ class HeadGradients:
     params: dict[str, Tensor]
 
 
+class HeadWork(Protocol):
+    """Another way to work on a chunk of a head without gradients of its own."""
+
+    def __call__(
+        self, head: Stage, x_ND: Tensor, labels_N: Tensor, seed: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Give the gradient of seed * loss to x, and the loss summed over valid tokens."""
+        ...
+
+
 def head_backward(
     head: Stage,
     params: Mapping[str, Tensor],
@@ -45,11 +56,13 @@ def head_backward(
     chunk_tokens: int,
     loss_scale: float = 1.0,
     into: Boundary | None = None,
+    work: HeadWork | None = None,
 ) -> HeadGradients:
     """Give the loss and the gradients of (loss_scale * loss sum / valid_tokens), chunk by chunk.
 
     hidden: [B, T, D] and labels: [B, T] a micro-batch; chunks never span two micro-batches.
-    into: where the gradients of `hidden` are put.
+    into: where the gradients of `hidden` are put. work: what works on chunks, where no `params` are
+    trained.
     """
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
     total = GradientSum()
@@ -58,6 +71,10 @@ def head_backward(
     seed = torch.full((), loss_scale, device=labels[0].device) / valid_tokens
     hidden_gradients: Boundary = [] if into is None else into
     for x_BTD, labels_BT in zip(hidden, labels, strict=True):
+        if work is not None:
+            given = (head, x_BTD, labels_BT, seed, chunk_tokens, work, loss_sum)
+            hidden_gradients.append(_worked(*given))
+            continue
         hidden_gradients.append(
             batch_backward(head, leaves, x_BTD, labels_BT, seed, chunk_tokens, total, loss_sum)
         )
@@ -85,6 +102,22 @@ def batch_backward(
         total.add(dict(zip(leaves, weight, strict=True)))
         del weight  # a whole head's gradient, not to be held beside the next chunk's
         loss_sum += loss.detach().double()
+    return gradient_ND.view_as(x_BTD)
+
+
+def _worked(
+    head: Stage,
+    x_BTD: Tensor,
+    labels_BT: Tensor,
+    seed: Tensor,
+    chunk_tokens: int,
+    work: HeadWork,
+    loss_sum: Tensor,
+) -> Tensor:
+    gradient_ND = torch.empty_like(x_BTD).flatten(0, 1)
+    for rows, x_ND, labels_N in _chunks(x_BTD, labels_BT, chunk_tokens):
+        gradient_ND[rows], loss = work(head, x_ND, labels_N, seed)
+        loss_sum += loss.double()
     return gradient_ND.view_as(x_BTD)
 
 

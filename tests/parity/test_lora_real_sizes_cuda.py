@@ -35,8 +35,9 @@ from tests.support.adapters import (
 from tests.support.large_layers import large_config, large_store
 from tests.support.packages import FAMILY_NAMES, resident
 from trainer.device_lanes import Lane
-from trainer.lora import nf4
+from trainer.lora import compiled_head, nf4
 from trainer.lora.compiled import CompiledAdapted
+from trainer.lora.compiled_head import CompiledHead
 from trainer.lora.engine import AdapterEngine
 from trainer.lora.feeding import DeviceBase
 from trainer.lora.slots import Lease, StaleSlotError
@@ -234,9 +235,15 @@ def stages_backward(
                 params = {name: leaves[f"{stage.name}:{name}"] for name in stage.parameters}
                 is_compiled = compiled and blocks.takes(stage)
                 x = blocks.run(stage, params, x) if is_compiled else stage.forward(params, x)
-            logits = model.head.forward({}, x.flatten(0, 1)).float()
-            loss = F.cross_entropy(logits, labels.flatten(), reduction="sum")
-            (loss / count).backward()
+            if compiled and compiled_head.takes(model.head.inner):
+                seed = torch.full((), 1.0, device="cuda") / count
+                given = (x.detach().flatten(0, 1), labels.flatten(), seed)
+                of_x, loss = CompiledHead()(model.head, *given)
+                x.backward(of_x.view_as(x))
+            else:
+                logits = model.head.forward({}, x.flatten(0, 1)).float()
+                loss = F.cross_entropy(logits, labels.flatten(), reduction="sum")
+                (loss / count).backward()
             total += float(loss.detach())
     gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
     return total / count, gradients

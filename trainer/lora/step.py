@@ -69,6 +69,7 @@ class AdapterPass(GradientPass):
         self._visits = visits
         self._at_end = at_end
         self._views = views
+        self._head_work = model.head_work
         self._adapters: Adapters = brought(model, views)
         self._kept = model.step.options.activations
         self._away = None if model.base is None else model.base.boundaries
