@@ -25,7 +25,8 @@ from tools.bench.lora_grid import MODELS, Case, cases
 from tools.bench.lora_grid_steps import Peaks, PhasePeaks, Trained
 from trainer.device import Device
 from trainer.lora import walk
-from trainer.vram_trace import MemoryTrace, block_bytes
+from trainer.lora.exact_trace import ExactTrace, exact_bytes
+from trainer.lora.residency import STEPS_SEEN
 
 CASES = "8,000 1 x 128;8,000 4 x 128;8,000 1 x 2048;8,000 16 x 512;plain base 4 x 512"
 LAYERS = 3
@@ -50,13 +51,13 @@ class Fullest:
     pieces: Sequence[Allocation] = ()
 
 
-class ListedTrace(MemoryTrace):  # type: ignore[no-untyped-call]
+class ListedTrace(ExactTrace):  # type: ignore[no-untyped-call]
     """A walk's trace that remembers what lived at each phase's fullest moment."""
 
     found: dict[str, Fullest]
 
-    def __init__(self, **how: Any) -> None:
-        super().__init__(**how)
+    def __init__(self) -> None:
+        super().__init__()
         self._live: dict[int, Allocation] = {}
         self.found = {}
         ListedTrace.last = self
@@ -87,7 +88,7 @@ class ListedTrace(MemoryTrace):  # type: ignore[no-untyped-call]
 def walked(case: Case) -> dict[str, Fullest]:
     """Give what the walk holds at each phase's fullest moment."""
     walk._walked.cache_clear()
-    with patch.object(walk, "MemoryTrace", ListedTrace):
+    with patch.object(walk, "ExactTrace", ListedTrace):
         walk.predicted_adapter_phases(case.shape, case.lora, is_host=False)
     walk._walked.cache_clear()
     assert ListedTrace.last is not None
@@ -115,7 +116,9 @@ def allocated(case: Case, device: Device) -> tuple[dict[str, Fullest], Peaks]:
     torch.empty(START, dtype=torch.uint8, device=device.torch_device)
     trained, peaks = Trained(device), Peaks()
     trained.open(case.kind)
-    trained.step(case.shape)
+    # Compiled passes are recorded once they were done as they are.
+    for _ in range(STEPS_SEEN + 1 if case.shape.options.compile_blocks else 1):
+        trained.step(case.shape)
     device.forget_peak()
     watched = MarkedPeaks(trained.engine, peaks)
     with watched.watching():
@@ -162,10 +165,10 @@ def _moments(
                 phase = names[(size - MARK) // 2]
                 continue
             live[address] = event
-            held += block_bytes(size)
+            held += exact_bytes(size)
             yield index, phase, held, live.values()
         elif event["action"] == "free_requested" and address in live:
-            held -= block_bytes(live.pop(address)["size"])
+            held -= exact_bytes(live.pop(address)["size"])
 
 
 def _frames(event: Mapping[str, Any]) -> str:
