@@ -17,8 +17,9 @@ from trainer.lora.attention import Chosen
 from trainer.lora.compiled import Called, CompiledAdapted, Functions
 from trainer.lora.pieces import GATES, INPUTS, LAST, OUTPUT, Group, Pieces
 from trainer.lora.targets import linear_modules
+from trainer.model import low_rank
 from trainer.model.adapter_settings import LoraSettings
-from trainer.model.adapters import A_ENDS
+from trainer.model.adapters import A_ENDS, B_ENDS
 from trainer.model.layers import split_heads
 from trainer.model.stages import Block
 from trainer.vram_trace import attention_back, host_attention_back, is_fused
@@ -37,7 +38,8 @@ class WalkedBlocks(CompiledAdapted):
         self, block: Block, lora: LoraSettings, weights: Sequence[str], leaves: Sequence[str]
     ) -> Functions:
         """Give pieces that hold what the compiled ones hold."""
-        pieces, attention = WalkedPieces(block, lora), _WalkedAttention(is_host=self._is_host)
+        pieces = WalkedPieces(block, lora, is_host=self._is_host)
+        attention = _WalkedAttention(is_host=self._is_host)
         return Functions(pieces, weights, leaves, compiler=_as_it_is, attention=attention)
 
 
@@ -48,8 +50,9 @@ def _as_it_is(function: Called) -> Called:
 class WalkedPieces(Pieces):
     """Pieces that make tensors of the right shapes."""
 
-    def __init__(self, block: Block, lora: LoraSettings) -> None:
+    def __init__(self, block: Block, lora: LoraSettings, *, is_host: bool) -> None:
         super().__init__(block, lora)
+        self._is_host = is_host
         self._config = block.config
         self._rank = lora.rank
         self._widths = {name: shape[0] for name, shape in linear_modules(block).items()}
@@ -132,9 +135,9 @@ class WalkedPieces(Pieces):
         """See `Pieces`."""
         inner = torch.empty_like(gate)
         of_gates = [torch.empty_like(gate), torch.empty_like(up)]
-        beside = []
-        if leaves:
-            beside = [torch.empty_like(gate), self._tensor(gradient, gradient.shape[-1], wide=True)]
+        beside = [torch.empty_like(gate)] if leaves else []
+        if leaves and not self._in_parts(gradient):
+            beside.append(self._tensor(gradient, gradient.shape[-1], wide=True))
         found = self._through(LAST, leaves, gate, ways=0)
         del inner, beside
         return of_gates, found
@@ -146,14 +149,20 @@ class WalkedPieces(Pieces):
     def _adapted(self, group: Group, leaves: Named) -> list[str]:
         return [module for module in group.modules if module + A_ENDS in leaves]
 
+    def _in_parts(self, x: Tensor) -> bool:
+        """Say whether adapters multiply as `trainer.model.low_rank` does; its tensors are small."""
+        return not self._is_host and low_rank.takes(x)
+
     def _narrowed(self, group: Group, leaves: Named, x: Tensor) -> list[Tensor]:
-        """Give what adapters keep; their input is there in fp32 while it is multiplied."""
-        width = len(self._adapted(group, leaves)) * self._rank
-        if not width:
+        """Give what adapters keep; without parts their input is there in fp32 beside."""
+        modules = self._adapted(group, leaves)
+        if not modules:
             return []
+        stacked = torch.cat([leaves[module + A_ENDS] for module in modules])
+        if self._in_parts(x):
+            return [low_rank.narrowed(x.flatten(0, -2), stacked).view(*x.shape[:-1], -1)]
         wide = self._tensor(x, x.shape[-1], wide=True)
-        stacked = x.new_empty(width, x.shape[-1], dtype=torch.float32)
-        low = self._tensor(x, width, wide=True)
+        low = self._tensor(x, len(stacked), wide=True)
         del wide, stacked
         return [low]
 
@@ -162,10 +171,23 @@ class WalkedPieces(Pieces):
         base = self._tensor(x, self._widths[module])
         if module + A_ENDS not in leaves:
             return base
-        added = self._tensor(x, self._widths[module], wide=True)
+        rounds_first = self._lora.base_quant == "nf4" and self._in_parts(x)
+        added = self._tensor(x, self._widths[module], wide=not rounds_first)
         found = torch.empty_like(base)
         del added, base
         return found
+
+    def _gone_through(self, modules: Sequence[str], leaves: Named, x: Tensor) -> Tensor:
+        """Go back through adapters in parts; give what they add to the gradient of x."""
+        lows = []
+        for module in modules:
+            shape = x.shape[:-1].numel(), self._widths[module]
+            gradient = x.new_empty(()).expand(shape)
+            low = x.new_empty(shape[0], self._rank, dtype=torch.float32)
+            lows.append(low_rank.back_raised(gradient, low, leaves[module + B_ENDS], 1.0)[0])
+        stacked = torch.cat([leaves[module + A_ENDS] for module in modules])
+        rows = x.new_empty(()).expand(x.shape).flatten(0, -2)
+        return low_rank.back_narrowed(torch.cat(lows, dim=1), rows, stacked)[0]
 
     def _summed(self, group: Group, leaves: Named, x: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Go back to a group's input; the gradient of x is written over one of what it sums up."""
@@ -183,6 +205,9 @@ class WalkedPieces(Pieces):
         """
         held = [torch.empty_like(x) for _ in group.modules[:ways]]
         adapted = self._adapted(group, leaves)
+        if adapted and self._in_parts(x):
+            held += [torch.empty_like(x), self._gone_through(adapted, leaves, x)]
+            adapted = []
         lows = []
         for module in adapted:
             into = self._tensor(x, self._widths[module], wide=True)
