@@ -59,7 +59,7 @@ class CompiledAdapted(Blocks):
             InputError: this machine cannot compile (no C compiler, no Triton).
         """
         assert isinstance(stage, AdaptedStage)
-        call, binding = self._call(stage, params, x), stage.binding
+        call, binding = self.call(stage, params, x), stage.binding
         visit = call.visit(binding.left, is_replay=binding.is_replay)
         if not torch.is_grad_enabled():
             if self.recorder is not None and self.recorder.takes(x) and not binding.is_replay:
@@ -84,10 +84,11 @@ class CompiledAdapted(Blocks):
         if self.recorder is None or not self.recorder.takes(x):
             return None
         detached = {name: each.detach() for name, each in params.items()}
-        call = self._call(stage, detached, x)
+        call = self.call(stage, detached, x)
         return self.recorder.back(call, x.detach(), gradient, stage.binding.left, total)
 
-    def _call(self, stage: AdaptedStage, params: Named, x: Tensor) -> Call:
+    def call(self, stage: AdaptedStage, params: Named, x: Tensor) -> Call:
+        """Give a block as it is bound now."""
         block, binding = stage.inner, stage.binding
         assert isinstance(block, Block)
         weights = binding.weights()

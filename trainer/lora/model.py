@@ -11,10 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from trainer.head import HeadWork
-from trainer.lora import compiled_head, nf4
+from trainer.lora import nf4
 from trainer.lora.compiled import CompiledAdapted
-from trainer.lora.compiled_head import CompiledHead
 from trainer.lora.feeding import DeviceBase
 from trainer.lora.host_base import HostBase
 from trainer.lora.recorded import Recorder, is_worth_recording
@@ -34,7 +32,6 @@ class AdaptedModel:
     head: AdaptedStage
     pool: SlotPool
     base: DeviceBase | None = None
-    head_work: HeadWork | None = None
 
     @classmethod
     def of(
@@ -62,7 +59,6 @@ class AdaptedModel:
             head=head,
             pool=slot_pool(model, trunk, poison=poison, copies=copies),
             base=base,
-            head_work=CompiledHead() if is_head_compiled(model, is_host=base is None) else None,
         )
 
     @property
@@ -85,8 +81,9 @@ class AdaptedModel:
         if base is None or not isinstance(blocks, CompiledAdapted) or blocks.recorder is None:
             return
         block = next(stage for stage in self.trunk if stage.is_block)
-        is_recorded = base.passes > 0 and is_worth_recording(block.inner, tokens)
-        blocks.recorder.tokens_max = tokens if is_recorded else 0
+        is_worth = is_worth_recording(block.inner, tokens)
+        blocks.recorder.tokens_max = tokens if is_worth else 0
+        blocks.recorder.may_record = is_recorded = is_worth and base.passes > 0
         base.unpacked.keep(is_kept=is_recorded)
         base.passes += 1
 
@@ -96,11 +93,6 @@ class AdaptedModel:
 
 
 def backward_order(trunk: Sequence[AdaptedStage]) -> list[AdaptedStage]:
-def is_head_compiled(model: StepModel, *, is_host: bool) -> bool:
-    """Say whether the head's loss is compiled beside blocks: on a device, where it is native."""
-    return not is_host and model.options.compile_blocks and compiled_head.takes(model.head)
-
-
     """Give the stages of a trunk that gradients pass through, the last first."""
     first = next(i for i, stage in enumerate(trunk) if stage.parameters)
     return list(reversed(trunk[first:]))

@@ -24,6 +24,7 @@ from torch import Tensor
 from trainer.device_lanes import Lanes
 from trainer.gradients import GradientSum
 from trainer.lora.targets import linear_modules
+from trainer.lora.waiting import laid_out
 from trainer.model.stages import Stage
 
 # Set to 0, blocks are computed as they are: to compare the two.
@@ -119,14 +120,19 @@ class _Recorded:
 
 
 class Recorder:
-    """Computes passes; from recordings where a micro-batch has at most `tokens_max` tokens."""
+    """Computes passes where a micro-batch has at most `tokens_max` tokens.
+
+    may_record: from recordings, that is; else as they are, and without autograd too.
+    """
 
     def __init__(self, lanes: Lanes) -> None:
         self.tokens_max = 0
+        self.may_record = False
         self._lanes = lanes
         self._is_off = False
         self._runs: Counter[tuple[object, ...]] = Counter()
         self._recorded: dict[tuple[object, ...], _Recorded] = {}
+        self._memory: dict[str, Tensor] = {}
         self._fixed: dict[tuple[object, ...], _Fixed] = {}
         self._adapters: dict[object, _Adapters] = {}
         self._there: tuple[object, tuple[object, int]] | None = None
@@ -186,7 +192,7 @@ class Recorder:
 
     def _known(self, form: tuple[object, ...], call: Call, x: Tensor) -> _Recorded | None:
         """Give the recording of a pass, with this visit's adapters in their places."""
-        if self._runs[form] < WARM_RUNS:
+        if not self.may_record or self._runs[form] < WARM_RUNS:
             return None
         key = (*form, *(each.data_ptr() for each in call.weights.values()))
         if key not in self._recorded:
@@ -209,16 +215,26 @@ class Recorder:
 
     def _note(self, form: tuple[object, ...], x: Tensor, left: list[Tensor] | None) -> None:
         """Count a pass that was computed as it is, and take places of its forms."""
+        if not self.may_record:
+            return
         self._runs[form] += 1
         if _place(form) not in self._fixed:
-            contiguous = torch.contiguous_format
+            whole = x.contiguous()
             self._fixed[_place(form)] = _Fixed(
-                x=torch.zeros_like(x, memory_format=contiguous),
-                other=torch.zeros_like(x, memory_format=contiguous),
-                left=[],
+                x=self._place_like("x", whole), other=self._place_like("other", whole), left=[]
             )
-        if left and not self._fixed[_place(form)].left:
-            self._fixed[_place(form)].left.extend(torch.zeros_like(each) for each in left)
+        fixed = self._fixed[_place(form)]
+        if left and not fixed.left:
+            fixed.left.extend(self._place_like(*each) for each in _numbered(left).items())
+
+    def _place_like(self, kind: str, tensor: Tensor) -> Tensor:
+        """Give a place laid out as a tensor is; shapes share memory, for passes come in turn."""
+        [piece], size = laid_out([tensor])
+        known = self._memory.get(kind)
+        if known is None or known.nbytes < size:
+            known = torch.zeros(size, dtype=torch.uint8, device=tensor.device)
+            self._memory[kind] = known
+        return piece.of(known)
 
     def _record(self, form: tuple[object, ...], call: Call) -> _Recorded | None:
         way, *_, has_left = form

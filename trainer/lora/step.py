@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
@@ -28,12 +28,10 @@ from trainer.gradients import GradientSum, taken
 from trainer.lora.away import AwayTape
 from trainer.lora.ledger_tape import tape_of
 from trainer.lora.model import AdaptedModel
-from trainer.lora.unpacked import PlacedList
 from trainer.lora.updating import Updates, updates_of
 from trainer.lora.visits import Adapters, Visits, brought, open_visits, read_adapters
 from trainer.lora.waiting import Waiting
 from trainer.model.micro_batch import drop_keys
-from trainer.placement import Boundary
 from trainer.step import ShardTransaction, StepOrder, StepResult
 from trainer.tape import Compute, Tape
 from trainer.timing import StepClock
@@ -69,7 +67,6 @@ class AdapterPass(GradientPass):
         self._visits = visits
         self._at_end = at_end
         self._views = views
-        self._head_work = model.head_work
         self._adapters: Adapters = brought(model, views)
         self._kept = model.step.options.activations
         self._away = None if model.base is None else model.base.boundaries
@@ -90,7 +87,7 @@ class AdapterPass(GradientPass):
         if self._away is not None:
             places = (len(tapes) - 1 - index for index in range(len(model.backward)))
             self._away.begin_replay([(p, b) for p in places for b in range(len(batches))])
-        with self._visits.visit(model.head), self._room_for_head(tapes[-1].outputs):
+        with self._visits.visit(model.head):
             gradients = self._head({}, tapes, batches).hidden
         found = []
         for stage in model.backward:
@@ -136,21 +133,6 @@ class AdapterPass(GradientPass):
     def total_norm(self) -> Tensor:
         """Give the norm over all adapters, tensors in forward order."""
         return total_norm([self.norms[stage.name] for stage in self._adapted.owners])
-
-    @contextmanager
-    def _room_for_head(self, hidden: Boundary) -> Iterator[None]:
-        """Let the head have the memory of unpacked weights, and leave nothing in it."""
-        base, compute = self._adapted.base, self._compute
-        if base is None or not base.unpacked.is_there or not isinstance(hidden, list):
-            yield
-            return
-        places = [torch.empty_like(each) for each in hidden]
-        self._compute = replace(compute, new_boundary=partial(PlacedList, places))
-        try:
-            with base.unpacked.giving_way():
-                yield
-        finally:
-            self._compute = compute
 
     def _forward(self, ids: Sequence[Tensor]) -> list[Tape]:
         if self._away is not None:

@@ -1,16 +1,13 @@
 """The memory that a block's weights are unpacked into, the same for every block.
 
-Owns it, and when it makes room. Recordings read weights where they lay when they were recorded, so
-that it has to lie where it lay. The head computes with more memory than blocks do, and has no use
-for this: while it computes, the memory is the allocator's, which gives the same back behind it, as
-long as nothing of the head's stays there. Knows nothing of unpacking. Invariant: whoever finds it
-elsewhere finds other addresses, and computes right all the same.
+Owns it. Recordings read weights where they lay when they were recorded, so it stays where it is
+from one block, pass and step to the next, also while the head computes. Knows nothing of
+unpacking.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -51,41 +48,12 @@ class UnpackedMemory:
         pieces, size = self._forms[stage.config]
         if self._memory is None or self._memory.nbytes != size:
             self._drop()
-            self._take(size, pieces)
+            self._memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+            self._tensors = {name: piece.of(self._memory) for name, piece in pieces.items()}
         return self._tensors
-
-    @contextmanager
-    def giving_way(self) -> Iterator[None]:
-        """Be the allocator's for a block of code, in which no weights are bound."""
-        if self._memory is None:
-            yield
-            return
-        size, pieces = self._memory.nbytes, self._pieces
-        self._drop()
-        try:
-            yield
-        finally:
-            self._take(size, pieces)
-
-    def _take(self, size: int, pieces: Mapping[str, Piece]) -> None:
-        self._pieces = pieces
-        self._memory = torch.empty(size, dtype=torch.uint8, device=self._device)
-        self._tensors = {name: piece.of(self._memory) for name, piece in pieces.items()}
 
     def _drop(self) -> None:
         self._memory, self._tensors = None, {}
-
-
-class PlacedList(list[Tensor]):
-    """Takes the content of what is appended into places that are there already."""
-
-    def __init__(self, places: Sequence[Tensor]) -> None:
-        super().__init__()
-        self._places = iter(places)
-
-    def append(self, tensor: Tensor, /) -> None:
-        """Copy a tensor to the next place."""
-        super().append(next(self._places).copy_(tensor))
 
 
 def unpacked_form(stage: AdaptedStage, dtype: torch.dtype) -> tuple[dict[str, Piece], int]:

@@ -25,15 +25,14 @@ from trainer.device import Device
 from trainer.gradients import GradientSum, taken
 from trainer.head import head_backward
 from trainer.host_walk import SCALARS_BYTES
-from trainer.lora import compiled_head
 from trainer.lora.away import AwayTape
-from trainer.lora.compiled_head import WalkedHead
 from trainer.lora.compiled_walk import WalkedBlocks
 from trainer.lora.exact_trace import ExactTrace
 from trainer.lora.feeding import SLOTS
 from trainer.lora.forms import whole
 from trainer.lora.ledger_tape import tape_of
 from trainer.lora.model import backward_order, brought_bytes, slot_bytes
+from trainer.lora.recorded_walk import with_recordings
 from trainer.lora.slots import Lease
 from trainer.lora.stages import AdaptedStage, adapted, leased
 from trainer.lora.targets import linear_modules
@@ -67,7 +66,8 @@ def predicted_adapter_phases(
     phases = carried_on(shape, shape.model.num_layers, shape.accumulation, walker)
     if is_host:
         return {phase: held + SCALARS_BYTES for phase, held in phases.items()}
-    return {phase: held + WORKSPACE_BYTES for phase, held in phases.items()}
+    found = {phase: held + WORKSPACE_BYTES for phase, held in phases.items()}
+    return with_recordings(found, shape, lora, ExactTrace)
 
 
 @lru_cache(maxsize=4096)
@@ -220,17 +220,11 @@ class _AdapterWalk(ABC):
                 into=self._compute.new_boundary(),
             )
             tapes[-1].outputs.clear()
-                work=WalkedHead() if self._is_head_compiled else None,
         self._loss = found.loss_sum  # a device is asked for it behind the way back
         return found.hidden
 
     @contextmanager
     def _visit(self, stage: AdaptedStage) -> Iterator[None]:
-    @property
-    def _is_head_compiled(self) -> bool:
-        is_asked = self._shape.options.compile_blocks and not self.is_host
-        return is_asked and compiled_head.takes(self._head.inner)
-
         own, weights = self.own(stage), self.weights(stage)
         with leased(stage, Lease(weights, None)):
             del weights

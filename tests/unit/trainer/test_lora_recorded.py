@@ -33,7 +33,7 @@ from trainer.lora.engine import AdapterEngine
 from trainer.lora.feeding import DeviceBase
 from trainer.lora.model import AdaptedModel
 from trainer.lora.recorded import RECORDINGS_MAX, SWITCH, Recorder
-from trainer.lora.unpacked import PlacedList, UnpackedMemory
+from trainer.lora.unpacked import UnpackedMemory
 
 T = TypeVar("T")
 FAMILY, FEW = "qwen3", ("q_proj", "v_proj", "down_proj")
@@ -226,18 +226,5 @@ def test_unpacked_weights_lie_where_they_lay(store: Path) -> None:
     again = memory.places(block)
     assert again is not None
     assert all(again[name] is each for name, each in places.items())
-    seen = [memory.is_there]
-    with memory.giving_way():
-        seen.append(memory.is_there)
-    seen.append(memory.is_there)
     memory.keep(is_kept=False)
-    assert [*seen, memory.is_there] == [True, False, True, False]
-
-
-def test_what_is_appended_goes_to_its_place() -> None:
-    places = [torch.zeros(2), torch.zeros(2)]
-    found = PlacedList(places)
-    found.append(torch.ones(2))
-    found.append(torch.full((2,), 2.0))
-    assert [each.tolist() for each in places] == [[1.0, 1.0], [2.0, 2.0]]
-    assert all(mine is place for mine, place in zip(found, places, strict=True))
+    assert not memory.is_there
