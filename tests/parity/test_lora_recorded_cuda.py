@@ -1,4 +1,4 @@
-"""Do recorded passes of compiled blocks with adapters give the bits of blocks as they are, on a GPU?
+"""Do recorded passes of compiled blocks with adapters give the bits of blocks as they are?
 
 Both sides compile; one has recordings switched off. Steps change their rows' length, so that there
 are several recordings of each way, for both slots of weights.

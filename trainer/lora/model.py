@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from trainer.lora import nf4
+from trainer.head import HeadWork
+from trainer.lora import compiled_head, nf4
 from trainer.lora.compiled import CompiledAdapted
+from trainer.lora.compiled_head import CompiledHead
 from trainer.lora.feeding import DeviceBase
 from trainer.lora.host_base import HostBase
 from trainer.lora.recorded import Recorder, is_worth_recording
@@ -32,6 +34,7 @@ class AdaptedModel:
     head: AdaptedStage
     pool: SlotPool
     base: DeviceBase | None = None
+    head_work: HeadWork | None = None
 
     @classmethod
     def of(
@@ -59,6 +62,7 @@ class AdaptedModel:
             head=head,
             pool=slot_pool(model, trunk, poison=poison, copies=copies),
             base=base,
+            head_work=CompiledHead() if is_head_compiled(model, is_host=base is None) else None,
         )
 
     @property
@@ -90,6 +94,11 @@ class AdaptedModel:
     def form(self, stage: AdaptedStage) -> torch.dtype | None:
         """Give the dtype in which a stage's weights are brought in; None is as they are stored."""
         return None if stage.is_table else self.step.options.torch_dtype
+
+
+def is_head_compiled(model: StepModel, *, is_host: bool) -> bool:
+    """Say whether the head's loss is compiled beside blocks: on a device, where it is native."""
+    return not is_host and model.options.compile_blocks and compiled_head.takes(model.head)
 
 
 def backward_order(trunk: Sequence[AdaptedStage]) -> list[AdaptedStage]:

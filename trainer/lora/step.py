@@ -69,6 +69,7 @@ class AdapterPass(GradientPass):
         self._views = views
         self._adapters: Adapters = brought(model, views)
         self._kept = model.step.options.activations
+        self._head_work = model.head_work
         self._away = None if model.base is None else model.base.boundaries
         if self._away is not None:
             self._compute = replace(self._compute, new_boundary=list)

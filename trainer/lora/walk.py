@@ -25,7 +25,9 @@ from trainer.device import Device
 from trainer.gradients import GradientSum, taken
 from trainer.head import head_backward
 from trainer.host_walk import SCALARS_BYTES
+from trainer.lora import compiled_head
 from trainer.lora.away import AwayTape
+from trainer.lora.compiled_head import WalkedHead
 from trainer.lora.compiled_walk import WalkedBlocks
 from trainer.lora.exact_trace import ExactTrace
 from trainer.lora.feeding import SLOTS
@@ -218,10 +220,16 @@ class _AdapterWalk(ABC):
                 valid_tokens=1,
                 chunk_tokens=self._shape.options.lm_head_chunk_tokens,
                 into=self._compute.new_boundary(),
+                work=WalkedHead() if self._is_head_compiled else None,
             )
             tapes[-1].outputs.clear()
         self._loss = found.loss_sum  # a device is asked for it behind the way back
         return found.hidden
+
+    @property
+    def _is_head_compiled(self) -> bool:
+        is_asked = self._shape.options.compile_blocks and not self.is_host
+        return is_asked and compiled_head.takes(self._head.inner)
 
     @contextmanager
     def _visit(self, stage: AdaptedStage) -> Iterator[None]:
