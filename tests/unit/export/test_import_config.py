@@ -141,7 +141,7 @@ def test_without_transformers_native_families_are_read_and_others_say_what_to_in
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert model_of().hidden_size == 32
-    with pytest.raises(InputError, match=r"shardb\[hf\]"):
+    with pytest.raises(InputError, match=r"\.\[hf\]"):
         model_of("phi3")
 
 

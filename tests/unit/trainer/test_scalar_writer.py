@@ -93,7 +93,7 @@ def test_is_a_file_in_the_place_of_the_folder_refused(
 
 
 def test_real_event_files_hold_the_points(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="the extra shardb[tensorboard] is not installed")
+    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for first, last in ((1, 4), (3, 6)):
