@@ -9,7 +9,7 @@ its last use; a lease carries its slot's generation and gives nothing once that 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from trainer.lora import nf4
 from trainer.lora.away import AHEAD
 from trainer.lora.forms import SlotForm
 from trainer.lora.host_base import HostBase
+from trainer.lora.recorded import Recorder
 from trainer.lora.slots import Lease, Slot
 from trainer.lora.small_copies import SmallCopies
 from trainer.lora.stages import AdaptedStage, leased
@@ -78,6 +79,7 @@ class DeviceBase:
         self.lanes: Lanes = lanes_of(device)
         self.host = HostBase(device, self.lanes, dtype, is_kept=keeps_host)
         self.copies = SmallCopies(device, self.lanes)
+        self.recorder = Recorder(self.lanes)
         self.unpacked = UnpackedMemory(device.torch_device, dtype)
         self.boundaries: OnHost | None = None
         if inputs_on_host:
@@ -122,6 +124,16 @@ class DeviceBase:
         if key not in self._unpacks:
             self._unpacks[key] = stage.is_packed and nf4.computes_in(view, self.dtype)
         return self._unpacks[key]
+
+    def unpack(self, stage: AdaptedStage, slot: Slot, lease: Lease) -> Mapping[str, Tensor]:
+        """Give the weights of a packed stage as they compute."""
+        places = self.unpacked.places(stage)
+        work = partial(nf4.unpacked, stage.inner, lease.tensors(), self.dtype, places)
+        if places is None:
+            return work()
+        there = (slot.buffer.data_ptr(), next(iter(places.values())).data_ptr())
+        self.recorder.repeat(("unpack", stage.config, *there), work)
+        return places
 
     def memory(self, size: int) -> Tensor:
         """Take memory of the device."""
@@ -202,8 +214,7 @@ class Feed:
                 yield
             self._give_back(stage.shard, slot)
             return
-        places = self._base.unpacked.places(stage)
-        weights = nf4.unpacked(stage.inner, lease.tensors(), self._base.dtype, places)
+        weights = self._base.unpack(stage, slot, lease)
         self._give_back(stage.shard, slot)
         with leased(stage, Lease(weights, None, owned=True), poison=self._base.poison):
             yield

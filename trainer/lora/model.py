@@ -17,7 +17,7 @@ from trainer.lora.compiled import CompiledAdapted
 from trainer.lora.compiled_head import CompiledHead
 from trainer.lora.feeding import DeviceBase
 from trainer.lora.host_base import HostBase
-from trainer.lora.recorded import Recorder, is_worth_recording
+from trainer.lora.recorded import is_worth_recording
 from trainer.lora.slots import SlotPool, placed_bytes
 from trainer.lora.stages import AdaptedStage, adapted
 from trainer.lora.targets import check_targets
@@ -54,7 +54,7 @@ class AdaptedModel:
         check_targets(model.trunk, lora)
         trunk = [adapted(stage, lora) for stage in model.trunk]
         head = adapted(model.head, lora)
-        recorder = None if base is None else Recorder(base.lanes)
+        recorder = None if base is None else base.recorder
         blocks = CompiledAdapted(recorder) if model.options.compile_blocks else None
         return cls(
             step=replace(model, trunk=trunk, head=head, blocks=blocks),

@@ -190,6 +190,23 @@ class Recorder:
     def _gathered(self, total: GradientSum, call: Call) -> None:
         _add(total, self._adapters[call.functions].gradients)
 
+    def repeat(self, key: tuple[object, ...], work: Callable[[], object]) -> None:
+        """Do work that reads and writes at the same addresses each time, which `key` has.
+
+        What it reads beside them has to last.
+        """
+        if key in self._recorded:
+            self._recorded[key].again()
+            return
+        work()
+        if self._is_off or not self.may_record or len(self._recorded) >= RECORDINGS_MAX:
+            return
+        self._runs[key] += 1
+        if self._runs[key] >= WARM_RUNS:
+            captured = self._captured(work)
+            if captured is not None:
+                self._recorded[key] = _Recorded(again=captured, reads=())
+
     def _known(self, form: tuple[object, ...], call: Call, x: Tensor) -> _Recorded | None:
         """Give the recording of a pass, with this visit's adapters in their places."""
         if not self.may_record or self._runs[form] < WARM_RUNS:
@@ -261,16 +278,23 @@ class Recorder:
                 torch._foreach_copy_([*adapters.gradients.values()], [*terms.values()])
 
         work = forward if way == "forward" else back
+        work()  # so that nothing is compiled while it is recorded
+        again = self._captured(work)
+        return None if again is None else _Recorded(again=again, reads=call.angles)
+
+    def _captured(self, work: Callable[[], object]) -> Callable[[], None] | None:
+        """Record work; None where that cannot be done, now or ever."""
+
+        def silent() -> None:  # what it gives lies where it is wanted already
+            work()
+
         try:
-            work()  # so that nothing is compiled while it is recorded
-            captured = self._lanes.capture(work)
+            captured = self._lanes.capture(silent)
         except (RuntimeError, UserWarning) as error:
             self._end(error)
             return None
-        if captured is None:
-            self._is_off = True
-            return None
-        return _Recorded(again=captured[1], reads=call.angles)
+        self._is_off = captured is None
+        return None if captured is None else captured[1]
 
     def _end(self, error: BaseException) -> None:
         """Record nothing more, and use nothing that was recorded: a half of it may be wrong."""

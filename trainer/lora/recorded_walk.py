@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trainer.device import Device
 from trainer.gradients import GradientSum
+from trainer.lora import compiled_head
 from trainer.lora.compiled_walk import WalkedBlocks
 from trainer.lora.ledger_tape import tape_of
 from trainer.lora.recorded import is_worth_recording
@@ -22,13 +23,14 @@ from trainer.lora.slots import Lease
 from trainer.lora.stages import AdaptedStage, adapted, leased
 from trainer.lora.unpacked import unpacked_form
 from trainer.model.adapter_settings import LoraSettings
-from trainer.model.stages import Block
+from trainer.model.stages import Block, build_head
 from trainer.tape import Compute
 from trainer.timing import StepClock
 from trainer.vram import StepShape
 from trainer.vram_trace import META, FusedAttention, MemoryTrace
 
-# cuBLAS keeps one for each stream that it computes in.
+# cuBLAS keeps one for each stream that it computes in, and for each thread: recordings have a
+# stream, and where nothing goes through autograd its thread has none.
 WORKSPACE_BYTES = 32 << 20
 FORWARD, BACKWARD = "forward block", "backward block"
 
@@ -63,7 +65,9 @@ def with_recordings(
     if not shape.options.compile_blocks or not is_worth_recording(block, tokens):
         return dict(phases)
     held = _Walk(adapted(block, lora), shape, trace_of()).held()
-    lasting = held.recorded + held.places + held.kept + WORKSPACE_BYTES
+    lasting = held.recorded + held.places + held.kept
+    if not compiled_head.takes(build_head(shape.model)):
+        lasting += WORKSPACE_BYTES
     found = {phase: size + lasting for phase, size in phases.items()}
     # There they are instead of what a pass computes in and unpacks to.
     found[FORWARD] += held.given - held.forward - held.unpacked

@@ -27,7 +27,7 @@ from tests.support.adapters import (
 )
 from trainer.device import Device
 from trainer.device_lanes import HostLanes
-from trainer.lora import compiled
+from trainer.lora import compiled, compiled_head
 from trainer.lora.compiled import CompiledAdapted
 from trainer.lora.engine import AdapterEngine
 from trainer.lora.feeding import DeviceBase
@@ -72,7 +72,8 @@ def left_as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.fixture(autouse=True)
 def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "compiled_closed", left_as_it_is)
+    for module in (compiled, compiled_head):
+        monkeypatch.setattr(module, "compiled_closed", left_as_it_is)
 
 
 @pytest.fixture(scope="module")
@@ -86,13 +87,17 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine_of(
     store: Path, lanes: HostLanes | None, *, activations: str = "attention", away: bool = True
 ) -> AdapterEngine:
-    """Give an engine that compiles, and records in `lanes`."""
+    """Give an engine that compiles, and records in `lanes`; without them it goes by autograd."""
     lora = settings_of(FAMILY, targets=FEW)
     engine = adapter_engine(store, lora, dtype="bf16", compile_blocks=True, activations=activations)
-    if lanes is not None:
-        base = DeviceBase(HOST, torch.bfloat16, poison=True, inputs_on_host=away)
-        base.lanes = lanes
-        engine.adapted = AdaptedModel.of(engine._model, lora, poison=True, base=base)
+    base = DeviceBase(HOST, torch.bfloat16, poison=True, inputs_on_host=away)
+    base.lanes = lanes or base.lanes
+    base.recorder = Recorder(base.lanes)
+    engine.adapted = AdaptedModel.of(engine._model, lora, poison=True, base=base)
+    if lanes is None:
+        blocks = engine.adapted.step.blocks
+        assert isinstance(blocks, CompiledAdapted)
+        blocks.recorder = None
     return engine
 
 
@@ -209,6 +214,20 @@ def test_nothing_is_recorded_where_it_is_not_worth_it(
     lanes = RepeatingLanes()
     passes(store, engine_of(store, lanes), STEPS[:3])
     assert lanes.captured == 0
+
+
+def test_work_at_the_same_addresses_is_repeated() -> None:
+    lanes = RepeatingLanes()
+    recorder = Recorder(lanes)
+    recorder.may_record = True
+    place = torch.zeros(2)
+    for _ in range(5):
+        recorder.repeat(("one", 1), lambda: place.add_(1))
+    # The fake one works while it records.
+    assert place.tolist() == [6.0, 6.0]
+    assert (lanes.captured, lanes.repeated) == (1, 3)
+    recorder.repeat(("one", 2), lambda: place.zero_())
+    assert (place.tolist(), lanes.captured) == ([0.0, 0.0], 1)
 
 
 def test_unpacked_weights_lie_where_they_lay(store: Path) -> None:
