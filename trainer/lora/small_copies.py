@@ -8,9 +8,10 @@ device was asked to fill may be read behind a wait for the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -26,6 +27,8 @@ from trainer.lora.runs import Bodies, body_of
 WHAT = "adapters"
 ROWS = "rows of the embeddings"
 THREADS = 4
+# What is worth a thread's while.
+SHARE_BYTES = 4 << 20
 
 
 def copy_small(source: Tensor, target: Tensor) -> None:
@@ -111,7 +114,7 @@ class SmallCopies:
             body, start = body_of(shards[shard]), bodies.starts[shard]
             np.copyto(target[start : start + body.nbytes], body)
 
-        for _ in self._pool.map(copy, bodies.starts):
+        for _ in self._each(copy, bodies):
             pass
         found = host.to(self._device.torch_device, non_blocking=True, copy=True)
         self._in.copied()
@@ -128,12 +131,32 @@ class SmallCopies:
         """
         source: NDArray[np.uint8] = self._out.of(bodies.bytes).numpy()
 
-        def copy(shard: str) -> str:
+        def copy(shard: str) -> None:
             body, start = body_of(shards[shard]), bodies.starts[shard]
             np.copyto(body, source[start : start + body.nbytes])
-            return shard
 
-        return self._pool.map(copy, shards)
+        return self._each(copy, bodies)
+
+    def _each(self, copy: Callable[[str], None], bodies: Bodies) -> Iterator[str]:
+        """Copy all shards; give each, in order, when its share is done. The first is this thread's.
+
+        A thread that is woken for little takes longer than the copy.
+        """
+        names = [*bodies.starts]
+        count = min(THREADS, 1 + bodies.bytes // SHARE_BYTES)
+        ends = [len(names) * part // count for part in range(count + 1)]
+        shares = [names[start:end] for start, end in pairwise(ends)]
+
+        def copy_all(share: list[str]) -> None:
+            for name in share:
+                copy(name)
+
+        others = [self._pool.submit(copy_all, share) for share in shares[1:]]
+        copy_all(shares[0])
+        yield from shares[0]
+        for share, other in zip(shares[1:], others, strict=True):
+            other.result()
+            yield from share
 
     def rows_of(self, digest: str | None, table_VD: Tensor, ids: Tensor) -> Tensor:
         """Look ids up in a table in host memory; give the rows on the device."""
