@@ -123,6 +123,10 @@ def _walked(
         first = walk.step(1)
         others = [walk.step(number) for number in range(2, len(CLIPPED) + 1)]
     found: dict[str, int] = dict(first)
+    if walk.lanes.captured_bytes and shape.options.compile_blocks:
+        # Before they are recorded, blocks use as much inside, and there is nothing beside it.
+        for phase in COMPILED_PHASES:
+            del found[phase]
     for peaks in others:
         for phase, held in peaks.items():
             inside = 0 if phase == RECORDING else walk.lanes.captured_bytes
@@ -224,7 +228,7 @@ class _WalkedLanes(HostLanes):
         # Blocks alone are compiled.
         share = self._block_share if outer in COMPILED_PHASES else 1.0
         self.captured_bytes = max(self.captured_bytes, int(share * inside))
-        peaks[RECORDING] = max(highest, peaks[RECORDING])
+        peaks[RECORDING] = max(highest, self._memory.live_bytes + self.captured_bytes)
         assert self._memory.live_bytes >= before
         return result, _again
 

@@ -16,6 +16,7 @@ from tests.support.tiny_model import TINY, TINY_TIED
 from tools.bench.host_grid import Steps, tensor_peak
 from trainer.engine import EngineOptions
 from trainer.host_walk import SCALARS_BYTES
+from trainer.model.presets import preset
 from trainer.pipeline.footprint import PipelineSizes
 from trainer.pipeline.pipeline import PipelineSettings
 from trainer.pipeline.walk import _walked, predicted_pipeline_phases, predicted_spending
@@ -97,6 +98,27 @@ def test_more_blocks_are_carried_on_as_if_they_were_walked(is_host: bool) -> Non
     walked = _walked(deep, 9, settings=settings, is_host=is_host)
     lasting = {carried[phase] - walked[phase] for phase in carried}
     assert len(lasting) == 1
+
+
+@pytest.mark.parametrize(("rows", "peak"), [(330, 7_847_335_424), (1031, 23_437_170_688)])
+def test_recorded_blocks_that_are_compiled_are_foretold(rows: int, peak: int) -> None:
+    """Peaks that steps took on an H200: `docs/evidence.md`, most rows in one micro-batch."""
+    options = EngineOptions(
+        dtype="bf16",
+        compile_blocks=True,
+        lm_head_chunk_tokens=2048,
+        activation_placement="host",
+    )
+    shape = StepShape(
+        model=preset("perkunas-v2.9-100m"),
+        options=options,
+        micro_batch_size=rows,
+        accumulation=1,
+        seq_len=512,
+    )
+    way = PipelineSettings(activations_on_host=True, gradients="recompute")
+    foretold = max(predicted_pipeline_phases(shape, way, is_host=False).values())
+    assert peak <= foretold <= 1.01 * peak
 
 
 @pytest.mark.parametrize("placement", ["vram", "host"])
