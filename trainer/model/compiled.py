@@ -27,6 +27,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
 # Forms of tensors, and what is asked of all computing.
 LOOKED_AT = ("TENSOR_MATCH", "GRAD_MODE", "DETERMINISTIC_ALGORITHMS")
+# It came with the choice of what is looked at.
+FILTERED_SINCE = "skip_guard_on_inbuilt_nn_modules_unsafe"
 REMEDY = "give --no-compile-blocks to use PyTorch's own kernels"
 
 
@@ -107,7 +109,9 @@ def compiled_closed(forward: F) -> F:
     own = FunctionType(
         code, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
     )
-    options = _options() | {"guard_filter_fn": _about_tensors}
+    options = _options()
+    if hasattr(torch.compiler, FILTERED_SINCE):
+        options["guard_filter_fn"] = _about_tensors
     return cast(F, torch.compile(own, fullgraph=True, dynamic=False, options=options))
 
 
