@@ -146,7 +146,10 @@ def unpacked(
             state = quant_state(
                 library(), name + MARK, torch.Size(parameter.shape), packed, tables, dtype
             )
-            found[name] = library().dequantize_4bit(packed[name + MARK], state, out=place)
+            # On a processor the library has no way of writing to a place.
+            out = None if device.type == "cpu" else place
+            values = library().dequantize_4bit(packed[name + MARK], state, out=out)
+            found[name] = values if place is None or place is out else place.copy_(values)
         else:
             found[name] = packed[name].clone() if place is None else place.copy_(packed[name])
     return found
