@@ -215,7 +215,7 @@ def stages_backward(
     case: Case, batches: list[np.ndarray], *, compiled: bool
 ) -> tuple[float, Named]:
     """Train with the same stages, all weights resident, by autograd over the whole."""
-    blocks, model = CompiledAdapted(), case.engine.adapted
+    blocks, work, model = CompiledAdapted(), CompiledHead(), case.engine.adapted
     leaves = {name: t.cuda().requires_grad_() for name, t in case.planted.items()}
     count = sum(rows[:, 1:].size for rows in batches)
     total = 0.0
@@ -238,7 +238,7 @@ def stages_backward(
             if compiled and compiled_head.takes(model.head.inner):
                 seed = torch.full((), 1.0, device="cuda") / count
                 given = (x.detach().flatten(0, 1), labels.flatten(), seed)
-                of_x, loss = CompiledHead()(model.head, *given)
+                of_x, loss = work(model.head, *given)
                 x.backward(of_x.view_as(x))
             else:
                 logits = model.head.forward({}, x.flatten(0, 1)).float()
