@@ -209,6 +209,46 @@ class UpdatesAtOnce(Updates):
         self._old = None
 
 
+class UpdatesBehind(Updates):
+    """Those of a device. Which ones is asked when they begin, for there the device has work."""
+
+    def __init__(
+        self,
+        model: AdaptedModel,
+        txn: ShardTransaction,
+        order: StepOrder,
+        views: Mapping[str, ShardView],
+        copies: SmallCopies,
+    ) -> None:
+        super().__init__(model, txn, order, views)
+        self._copies = copies
+        self._chosen: Updates | None = None
+
+    def begin(self, ready: Sequence[StageGradients], scales: Mapping[str, Tensor]) -> None:
+        """See `Updates`."""
+        self._chosen = self._choose()
+        self._chosen.begin(ready, scales)
+
+    def forget(self) -> None:
+        """See `Updates`."""
+        if self._chosen is not None:
+            self._chosen.forget()
+
+    def update(self, ready: Sequence[StageGradients], scales: Mapping[str, float]) -> None:
+        """See `Updates`."""
+        assert self._chosen is not None, "an update was not begun"
+        self._chosen.update(ready, scales)
+
+    def _choose(self) -> Updates:
+        given = (self._model, self._txn, self._order, self._views)
+        if isinstance(self._model.step.optimizer, ELEMENTWISE):
+            states = {name: self._txn.read(f"optim/{name}") for name in self._views}
+            runs = Runs.of(self._views, states)
+            if runs is not None:
+                return FlatUpdates(*given, states, runs, self._copies)
+        return UpdatesAtOnce(*given, self._copies)
+
+
 def _of(kind: str, stages: set[str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found = {}
     for key, tensor in tensors.items():
@@ -227,9 +267,4 @@ def updates_of(
     """Give what updates the adapters of a step."""
     if model.base is None:
         return Updates(model, txn, order, views)
-    if isinstance(model.step.optimizer, ELEMENTWISE):
-        states = {name: txn.read(f"optim/{name}") for name in views}
-        runs = Runs.of(views, states)
-        if runs is not None:
-            return FlatUpdates(model, txn, order, views, states, runs, model.base.copies)
-    return UpdatesAtOnce(model, txn, order, views, model.base.copies)
+    return UpdatesBehind(model, txn, order, views, model.base.copies)
