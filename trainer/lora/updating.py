@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,8 +73,8 @@ class _Old:
     staged: Mapping[str, StagedShard]
 
 
-class FlatUpdates(Updates):
-    """All stages as if they were one tensor, between two copies, before anybody looks."""
+class _Copied(Updates):
+    """What goes to a device and comes back."""
 
     def __init__(
         self,
@@ -81,14 +82,19 @@ class FlatUpdates(Updates):
         txn: ShardTransaction,
         order: StepOrder,
         views: Mapping[str, ShardView],
-        states: Mapping[str, ShardView],
-        runs: Runs,
         copies: SmallCopies,
     ) -> None:
         super().__init__(model, txn, order, views)
+        self._copies = copies
+
+
+class FlatUpdates(_Copied):
+    """All stages as if they were one tensor, between two copies, before anybody looks."""
+
+    def __init__(self, *given: Any, states: Mapping[str, ShardView], runs: Runs) -> None:
+        super().__init__(*given)
         self._states = states
         self._runs = runs
-        self._copies = copies
         self._staged: dict[str, StagedShard] = {}
 
     def begin(self, ready: Sequence[StageGradients], scales: Mapping[str, Tensor]) -> None:
@@ -137,20 +143,10 @@ class FlatUpdates(Updates):
         self._staged = {}
 
 
-class UpdatesAtOnce(Updates):
+class UpdatesAtOnce(_Copied):
     """All stages in a few kernels, between two copies."""
 
-    def __init__(
-        self,
-        model: AdaptedModel,
-        txn: ShardTransaction,
-        order: StepOrder,
-        views: Mapping[str, ShardView],
-        copies: SmallCopies,
-    ) -> None:
-        super().__init__(model, txn, order, views)
-        self._copies = copies
-        self._old: _Old | None = None
+    _old: _Old | None = None
 
     def begin(self, ready: Sequence[StageGradients], scales: Mapping[str, Tensor]) -> None:
         """See `Updates`."""
@@ -209,20 +205,10 @@ class UpdatesAtOnce(Updates):
         self._old = None
 
 
-class UpdatesBehind(Updates):
+class UpdatesBehind(_Copied):
     """Those of a device. Which ones is asked when they begin, for there the device has work."""
 
-    def __init__(
-        self,
-        model: AdaptedModel,
-        txn: ShardTransaction,
-        order: StepOrder,
-        views: Mapping[str, ShardView],
-        copies: SmallCopies,
-    ) -> None:
-        super().__init__(model, txn, order, views)
-        self._copies = copies
-        self._chosen: Updates | None = None
+    _chosen: Updates | None = None
 
     def begin(self, ready: Sequence[StageGradients], scales: Mapping[str, Tensor]) -> None:
         """See `Updates`."""
@@ -240,13 +226,13 @@ class UpdatesBehind(Updates):
         self._chosen.update(ready, scales)
 
     def _choose(self) -> Updates:
-        given = (self._model, self._txn, self._order, self._views)
+        given = (self._model, self._txn, self._order, self._views, self._copies)
         if isinstance(self._model.step.optimizer, ELEMENTWISE):
             states = {name: self._txn.read(f"optim/{name}") for name in self._views}
             runs = Runs.of(self._views, states)
             if runs is not None:
-                return FlatUpdates(*given, states, runs, self._copies)
-        return UpdatesAtOnce(*given, self._copies)
+                return FlatUpdates(*given, states=states, runs=runs)
+        return UpdatesAtOnce(*given)
 
 
 def _of(kind: str, stages: set[str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
