@@ -53,8 +53,8 @@ class Bracket:
     def text(self) -> str:
         """Say it for people."""
         return (
-            f"{_rounded(self.least)} to {_rounded(self.most)} tokens/s forecast from matrix"
-            " products and copies measured on this machine: no promise"
+            f"{_rounded(self.least)} to {_rounded(self.most)} tokens/s forecast from rates"
+            " measured on this machine: no promise"
         )
 
     def to_json(self) -> dict[str, float]:
