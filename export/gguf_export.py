@@ -109,7 +109,8 @@ def export_gguf(request: GgufRequest) -> GgufReport:
         found, tokenizer = _tokenizer(request, weights)
         tensors = gguf_tensors(weights.model, request.form)
         check_values(weights, [_as_packaged(tensor) for tensor in tensors])
-        stack.enter_context(draft)
+        stack.push(draft)
+        draft.begin()
         size = sum(tensor_bytes(tensor) for tensor in tensors) + len(found.json_bytes) * 2
         draft.check_space(size + SETTINGS_BYTES)
         digest = write_file(

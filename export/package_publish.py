@@ -47,28 +47,40 @@ class Rename(Protocol):
 
 
 class Draft:
-    """A file or directory beside its target, the caller's until `publish` or the block's end."""
+    """A file or directory beside its target, the caller's until `publish` or the block's end.
+
+    An interrupt may come between any two lines: what is about to be made is noted first, and in an
+    `ExitStack` the draft is pushed before `begin`.
+    """
 
     def __init__(
         self, target: Path, *, is_directory: bool, overwrite: bool, rename: Rename | None = None
     ) -> None:
         self.target = Path(os.path.realpath(target))
-        self.path = self.target  # until the block is entered
+        self.path = self.target  # until it has begun
         self._is_directory = is_directory
         self._overwrite = overwrite
         self._rename = rename or rename_flags
         self._made_parents: list[Path] = []
+        self._made: list[Path] = []  # of these, what is still there at the end goes
         self._lock = -1
-        self._published = False
         if not self.target.name:
             raise InputError(f"--out {target}: give the name of something to make")
         put_back_replaced(self.target)
         self._check_target()
 
-    def __enter__(self) -> Draft:
+    def begin(self) -> None:
+        """Make the draft, empty; whatever ends this leaves nothing once the block is left."""
         self._make_parents()
         remove_dead(self.target)
         self._claim()
+
+    def __enter__(self) -> Draft:
+        try:
+            self.begin()
+        except BaseException:
+            self._end()
+            raise
         return self
 
     def __exit__(
@@ -77,14 +89,21 @@ class Draft:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        """Put back what was not replaced after all, then remove the draft, or what was replaced."""
         try:
-            if not self._published:
-                _remove(self.path)
-                for parent in reversed(self._made_parents):
-                    with suppress(OSError):
-                        parent.rmdir()
+            put_back_replaced(self.target)
+            for path in self._made:
+                _remove(path)
+            for parent in reversed(self._made_parents):
+                with suppress(OSError):  # a target is in it, or it was not made after all
+                    parent.rmdir()
         finally:
-            os.close(self._lock)
+            if self._lock >= 0:
+                os.close(self._lock)
+                self._lock = -1
 
     def check_space(self, needed_bytes: int) -> None:
         """Raise StorageFullError where the draft would not fit; call it inside the block."""
@@ -105,7 +124,6 @@ class Draft:
             self._rename(self.path, self.target, _NOREPLACE)
         except OSError as error:
             self._put_in_place(error)
-        self._published = True
         _sync(self.target.parent)
         # After an exchange the old content has the draft's name.
         _remove(self.path)
@@ -129,6 +147,7 @@ class Draft:
             if error.errno not in _UNSUPPORTED:
                 raise
             replaced = _beside(self.target, "replaced", os.urandom(4).hex())
+            self._made.append(replaced)
             os.rename(self.target, replaced)
             os.rename(self.path, self.target)
             _remove(replaced)
@@ -156,13 +175,17 @@ class Draft:
     def _make_parents(self) -> None:
         missing = [p for p in self.target.parents if not p.exists()]
         for parent in reversed(missing):
-            parent.mkdir()
             self._made_parents.append(parent)
+            try:
+                parent.mkdir()
+            except FileExistsError:  # another export made it
+                self._made_parents.pop()
 
     def _claim(self) -> None:
         """Make the draft and lock it; try again when it was taken for a dead one before that."""
         for _ in range(_ATTEMPTS):
             path = _beside(self.target, "export", os.urandom(4).hex())
+            self._made.append(path)
             if self._is_directory:
                 path.mkdir()
                 file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -6,13 +6,17 @@ import errno
 import os
 import signal
 import stat
+import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
 from export import package_publish
-from export.package_publish import Draft, check_apart, remove_dead, rename_flags
+from export.package_publish import Draft, Rename, check_apart, remove_dead, rename_flags
 from shardb.errors import StorageFullError
 from tests.support.forked import Child, Tell
 from trainer.errors import InputError
@@ -190,3 +194,63 @@ def test_is_a_place_in_or_around_the_store_refused(tmp_path: Path, out: str) -> 
     with pytest.raises(InputError, match="overlap"):
         check_apart(tmp_path / out, tmp_path / "store")
     check_apart(tmp_path / "store-package", tmp_path / "store")
+
+
+@pytest.mark.parametrize(
+    ("rename", "overwrite"), [(rename_flags, False), (rename_flags, True), (without_flags, True)]
+)
+def test_does_an_interrupt_at_any_line_leave_the_old_or_the_new(
+    tmp_path: Path, rename: Rename, overwrite: bool
+) -> None:
+    """Line by line, until one is beyond the last."""
+    ends = []
+    for line in range(1, 1000):
+        parent = tmp_path / f"{line}"
+        target = parent / "package"
+        if overwrite:
+            parent.mkdir()
+            fill(target, OLD)
+        is_over = interrupted_at(line, lambda at: publish_in_stack(at, overwrite, rename), target)
+        left = [path.name for path in parent.iterdir()] if parent.exists() else []
+        found = content(target) if target.exists() else None
+        assert left == ([] if found is None else ["package"]), line
+        assert found in ([OLD, NEW] if overwrite else [None, NEW]), line
+        ends.append(found)
+        if is_over:
+            break
+    assert len(ends) > 40
+    assert ends.index(NEW) > 20
+    assert ends[-1] == NEW
+
+
+def publish_in_stack(target: Path, overwrite: bool, rename: Rename) -> None:
+    with ExitStack() as stack:
+        draft = Draft(target, is_directory=True, overwrite=overwrite, rename=rename)
+        stack.push(draft)
+        draft.begin()
+        fill(draft.path, NEW)
+        draft.publish()
+
+
+def interrupted_at(line: int, work: Callable[[Path], None], target: Path) -> bool:
+    """Raise KeyboardInterrupt at the n-th line of the module; say whether it has no such line."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        if frame.f_code.co_filename != package_publish.__file__:
+            return None
+        count += event == "line"
+        if count == line and event == "line":
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work(target)
+    except KeyboardInterrupt:
+        return False
+    finally:
+        sys.settrace(before)
+    return True
