@@ -5,7 +5,6 @@ Owns the command line and the screen. Knows nothing of packages.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Annotated
 import typer
 
 from shardb.errors import UsageError
-from trainer.command_cli import answer, let_waiting_threads_sleep, new_app
+from trainer.command_cli import run_command
 
 DTYPES = ("fp32", "bf16", "fp16")
 STAGES = ("auto", "native", "transformers")
@@ -35,12 +34,7 @@ already is stored once. An interrupt leaves the store as it was: run the command
 
 def main() -> None:
     """Run the command and exit."""
-    let_waiting_threads_sleep()
-    try:
-        sys.exit(answer(new_app(command, HELP), sys.argv[1:], "import-hf"))
-    except KeyboardInterrupt:
-        print("interrupted: nothing was imported", file=sys.stderr)
-        sys.exit(130)
+    run_command(command, HELP, "import-hf")
 
 
 def command(

@@ -18,6 +18,7 @@ from shardb.storage_errors import ADVICE, FULL
 from trainer.ending_signals import ending_signals
 from trainer.help_cli import GroupedCommand
 
+INTERRUPTED = 130
 # What a machine refuses, not what was typed: of a missing file or a right the user is told with 2.
 _MACHINE = (
     errno.EIO,
@@ -65,9 +66,11 @@ def run_command(command: Any, help_text: str, name: str) -> NoReturn:
     try:
         with ending_signals():
             let_waiting_threads_sleep()
-            sys.exit(answer(new_app(command, help_text), sys.argv[1:], name))
+            code = answer(new_app(command, help_text), sys.argv[1:], name)
     except KeyboardInterrupt:
-        sys.exit(130)
+        code = INTERRUPTED
+    # The command line library turns the exception into the code, in some of its versions.
+    sys.exit(fail("interrupted", code) if code == INTERRUPTED else code)
 
 
 def let_waiting_threads_sleep() -> None:

@@ -110,7 +110,7 @@ def test_does_what_ignores_an_interrupt_go_on_ignoring_it() -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_does_a_command_end_with_the_code_of_a_swallowed_signal(
-    number: int, code: int, monkeypatch: pytest.MonkeyPatch
+    number: int, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def export() -> int:
         in_a_callback(number)
@@ -121,3 +121,4 @@ def test_does_a_command_end_with_the_code_of_a_swallowed_signal(
     with pytest.raises(SystemExit) as ended:
         run_command(export, "Export.", "export")
     assert ended.value.code == code
+    assert capsys.readouterr().err == ("error: interrupted\n" if code == 130 else "")
