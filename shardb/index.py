@@ -132,6 +132,7 @@ class Index:
         self.path = f"{directory}/data.mdb"
         self._owner = os.getpid()
         self._closed = False
+        self._was_full = False
         status = files.status(directory)
         self._key = (self._owner, status.device, status.inode)
         with _SharedEnvironment.lock:
@@ -201,10 +202,13 @@ class Index:
         if "Input/output error" in text:
             # LMDB says so of a short write too, which is what a full disk gives.
             full = self._files.space(self.path.rpartition("/")[0]).free_bytes < SHORT_WRITE_BYTES
-        if full:
+        panic = "MDB_PANIC" in text  # the answer to all that follows on a write that failed
+        if full or (panic and self._was_full):
+            self._was_full = True
+            again = " and open the store again" if panic else ""
             return StorageFullError(
-                f"{self.path}: no space for the index; free some space. The log is intact and the "
-                "index is caught up from it",
+                f"{self.path}: no space for the index; free some space{again}. The log is intact "
+                "and the index is caught up from it",
                 path=self.path,
             )
         after = ": see that the disk has room and works, and open the store again"
@@ -212,7 +216,7 @@ class Index:
             if os.strerror(code) in text:
                 text = reason(self._files, OSError(code, os.strerror(code), self.path))
                 after = ""  # it says what helps; to open the store again does not
-        if "MDB_PANIC" in text:
+        if panic:
             text = "it could not be written a moment ago, and is not used any more"
         return StorageFailedError(
             f"{self.path}: the index failed ({text}); what the log has is safe, and the index is "

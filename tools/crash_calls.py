@@ -80,15 +80,10 @@ class Point:
 
     @property
     def allowed(self) -> tuple[int, ...]:
-        """The exit codes that fit.
-
-        A sync that fails is a failure, whatever its reason. LMDB gives its index up after a write
-        that failed, and does not tell the next one why.
-        """
+        """The exit codes that fit: a sync that fails is a failure, whatever its reason."""
         if self.error not in LASTING:
             return 0, FAILED
-        given_up = self.lasting and self.about.startswith("index/")
-        return (0, FULL, FAILED) if self.call in SYNCS or given_up else (0, FULL)
+        return (0, FULL, FAILED) if self.call in SYNCS else (0, FULL)
 
 
 def in_turn(points: Sequence[Point], seed: int) -> list[Point]:

@@ -219,6 +219,25 @@ def test_does_every_error_of_the_library_get_a_kind(
         index.write(fail)
 
 
+def test_is_an_index_that_was_given_up_for_a_full_disk_told_as_full(index: Index) -> None:
+    """LMDB answers everything after a write that failed with a panic, which has no reason."""
+
+    def fail(error: lmdb.Error) -> None:
+        index.write(partial(_raise, error))
+
+    panic = lmdb.PanicError("mdb_txn_begin: MDB_PANIC: Update of meta page failed")
+    with pytest.raises(StorageFailedError, match="could not be written a moment ago"):
+        fail(panic)
+    with pytest.raises(StorageFullError, match=r"free some space\. The log is intact"):
+        fail(lmdb.DiskError("mdb_txn_commit: No space left on device"))
+    with pytest.raises(StorageFullError, match="free some space and open the store again"):
+        fail(panic)
+
+
+def _raise(error: lmdb.Error, _: object) -> None:
+    raise error
+
+
 def test_do_readers_get_a_kind_too(index: Index) -> None:
     def fail(tables: Any) -> None:
         raise lmdb.CorruptedError("mdb_page_get")
