@@ -94,6 +94,8 @@ def adapter_gradients(
 ) -> tuple[float, Named]:
     """Give the loss and every gradient of the adapters, by stage and name."""
     model, clock = engine.adapted, StepClock()
+    batches = [Tokens.from_rows(each, engine.config, engine.device) for each in rows]
+    model.begin_pass(batches[0].ids.numel())
     with (
         shardb.open(store) as opened,
         opened.at() as view,
@@ -102,7 +104,6 @@ def adapter_gradients(
         views = read_adapters(model, view)
         compute = model.step.compute(clock)
         taking = AdapterPass(model, visits, compute, views, drop_keys=drop_keys)
-        batches = [Tokens.from_rows(each, engine.config, engine.device) for each in rows]
         found = {
             f"{ready.stage.name}:{name}": gradient.clone()
             for ready in taking.run(batches)

@@ -34,6 +34,7 @@ from trainer.lora.waiting import OnHost
 from trainer.residency import ShardReader
 
 SLOTS = 2
+HEAD = "lm_head"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -127,7 +128,7 @@ class DeviceBase:
 
     def unpack(self, stage: AdaptedStage, slot: Slot, lease: Lease) -> Mapping[str, Tensor]:
         """Give the weights of a packed stage as they compute."""
-        places = self.unpacked.places(stage)
+        places = self.unpacked.places()
         work = partial(nf4.unpacked, stage.inner, lease.tensors(), self.dtype, places)
         if places is None:
             return work()
@@ -174,6 +175,8 @@ class Feed:
         self._ahead: deque[_Coming] = deque()
         self.active_max = 1
         streamed = [s for s in order if not s.is_table and s.shard not in base.resident_names]
+        self._unpacked = 0
+        self._behind = self._shared(order)
         # What is no block has memory of its own, taken now: the lane of copies need not wait later.
         self._own = {s.shard: self._own_slot(s) for s in streamed if not s.is_block}
         self._uses = {name: sum(s.shard == name for s in streamed) for name in self._own}
@@ -218,6 +221,32 @@ class Feed:
         self._give_back(stage.shard, slot)
         with leased(stage, Lease(weights, None, owned=True), poison=self._base.poison):
             yield
+        self._left_unpacked()
+
+    def _left_unpacked(self) -> None:
+        """Let a stage into the memory of unpacked weights once none before it needs that."""
+        self._unpacked += 1
+        for name in [name for name, count in self._behind.items() if count == self._unpacked]:
+            self._own[name].free = self._lanes.mark(Lane.COMPUTE)
+            self._fetch()
+
+    def _shared(self, order: Sequence[AdaptedStage]) -> dict[str, int]:
+        """Give the head where it goes into the memory of unpacked weights, which it has no use for.
+
+        Beside it: how many visits before its own unpack something. It is a copy that nothing hides,
+        of memory that then is not taken beside blocks.
+        """
+        found: dict[str, int] = {}
+        unpacked = 0
+        for stage in order:
+            if stage.is_packed and self._base.is_unpacked(stage, self._view(stage.shard)):
+                unpacked += 1
+            elif stage.name == HEAD and self._base.unpacked.has_room(self._bytes_of(stage)):
+                found[stage.shard] = unpacked
+        return found
+
+    def _bytes_of(self, stage: AdaptedStage) -> int:
+        return self._base.host.form(self._view(stage.shard)).bytes
 
     def _next(self, stage: AdaptedStage) -> tuple[Slot, SlotForm]:
         if stage.shard in self._base.resident_names:
@@ -257,11 +286,14 @@ class Feed:
     def _slot_for(self, view: ShardView) -> Slot | None:
         own = self._own.get(view.name)
         if own is not None:
-            return own if own.is_free else None
+            return own if own.is_free and self._unpacked >= self._behind.get(view.name, 0) else None
         return self._base.free_slot(self._base.host.form(view).bytes)
 
     def _own_slot(self, stage: AdaptedStage) -> Slot:
-        return Slot(self._base.memory(self._base.host.form(self._view(stage.shard)).bytes))
+        size = self._bytes_of(stage)
+        if stage.shard in self._behind:
+            return Slot(self._base.unpacked.room(size))
+        return Slot(self._base.memory(size))
 
     def _view(self, name: str) -> ShardView:
         if name not in self._read:

@@ -17,7 +17,9 @@ from trainer.device import Device
 from trainer.gradients import GradientSum
 from trainer.lora import compiled_head
 from trainer.lora.compiled_walk import WalkedBlocks
+from trainer.lora.feeding import HEAD
 from trainer.lora.ledger_tape import tape_of
+from trainer.lora.model import brought_bytes
 from trainer.lora.recorded import is_worth_recording
 from trainer.lora.slots import Lease
 from trainer.lora.stages import AdaptedStage, adapted, leased
@@ -33,6 +35,7 @@ from trainer.vram_trace import META, FusedAttention, MemoryTrace
 # stream, and where nothing goes through autograd its thread has none.
 WORKSPACE_BYTES = 32 << 20
 FORWARD, BACKWARD = "forward block", "backward block"
+BEHIND_HEAD = ("backward", "update")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +44,7 @@ class _Held:
 
     recorded: what recordings compute in. forward, backward: what passes without them do. given:
     what comes out of the first pass. places: of inputs, outputs and adapters. unpacked, kept: of a
-    block's weights, for a visit as they come, and in one place.
+    block's weights, for a visit as they come, and in one place. head: what goes into that place.
     """
 
     recorded: int
@@ -51,6 +54,7 @@ class _Held:
     places: int
     unpacked: int
     kept: int
+    head: int
 
 
 def with_recordings(
@@ -69,6 +73,9 @@ def with_recordings(
     if not compiled_head.takes(build_head(shape.model)):
         lasting += WORKSPACE_BYTES
     found = {phase: size + lasting for phase, size in phases.items()}
+    for phase in found:
+        if not phase.startswith(BEHIND_HEAD):
+            found[phase] -= held.head
     # There they are instead of what a pass computes in and unpacks to.
     found[FORWARD] += held.given - held.forward - held.unpacked
     found[BACKWARD] += held.given - held.backward - held.unpacked
@@ -80,6 +87,7 @@ class _Walk:
 
     def __init__(self, stage: AdaptedStage, shape: StepShape, trace: MemoryTrace) -> None:
         self._stage = stage
+        self._head = adapted(build_head(shape.model), stage.lora)
         self._trace = trace
         self._dtype = shape.options.torch_dtype
         self._kept = shape.options.activations
@@ -101,11 +109,14 @@ class _Walk:
                 forward, backward = self._as_it_is()
             both = [*self._leaves.values(), *self._leaves.values()]
             places = self._counted(lambda: [torch.empty_like(t) for t in (self._x, *both)])
-            unpacked = kept = 0
+            unpacked = kept = head = 0
             if self._stage.is_packed and self._dtype == torch.bfloat16:
                 _, size = unpacked_form(self._stage, self._dtype)
                 unpacked = self._counted(lambda: [*self._unpacked().values()])
                 kept = self._counted(lambda: [self._empty((size,), torch.uint8)])
+                brought = brought_bytes(self._head, self._dtype)
+                if self._head.name == HEAD and brought <= size:
+                    head = self._counted(lambda: [self._empty((brought,), torch.uint8)])
         # As much as comes out of the first pass has a place.
         return _Held(
             recorded=recorded,
@@ -115,6 +126,7 @@ class _Walk:
             places=places + given,
             unpacked=unpacked,
             kept=kept,
+            head=head,
         )
 
     def _as_recorded(self) -> tuple[int, int]:

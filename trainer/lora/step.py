@@ -82,7 +82,6 @@ class AdapterPass(GradientPass):
             GradientOverflowError: a gradient is not finite, and the loss was scaled.
         """
         model, clock = self._adapted, self._compute.clock
-        model.begin_pass(batches[0].ids.numel())
         self._compute = self._compute.knowing(documents=[batch.documents for batch in batches])
         tapes = self._forward([batch.ids for batch in batches])
         if self._away is not None:
@@ -208,6 +207,7 @@ class AdapterStep:
         model.step.prepare(batches)
         views = read_adapters(model, self._txn)
         updates = updates_of(model, self._txn, self._order, views)
+        model.begin_pass(batches[0].ids.numel())
         with open_visits(model, self._txn, model.gradient_order(), self._clock) as visits:
             gradients = AdapterPass(
                 model,

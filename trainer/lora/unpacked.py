@@ -14,46 +14,40 @@ from torch import Tensor
 
 from trainer.lora.stages import AdaptedStage
 from trainer.lora.waiting import Piece, laid_out
-from trainer.model.config import ModelConfig
 
 
 class UnpackedMemory:
-    """Gives places while `is_kept`; else whoever unpacks takes memory of its own."""
+    """Gives places where it is kept; else whoever unpacks takes memory of its own."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device = device
         self._dtype = dtype
-        self._is_kept = False
         self._memory: Tensor | None = None
         self._tensors: dict[str, Tensor] = {}
-        self._forms: dict[ModelConfig, tuple[dict[str, Piece], int]] = {}
 
-    @property
-    def is_there(self) -> bool:
-        """Say whether it takes memory now."""
-        return self._memory is not None
-
-    def keep(self, *, is_kept: bool) -> None:
-        """Say whether it is kept from here on; no weights may be bound."""
-        self._is_kept = is_kept
-        if not is_kept:
-            self._drop()
-
-    def places(self, stage: AdaptedStage) -> Mapping[str, Tensor] | None:
-        """Give where a block's weights go; None where nothing is kept."""
-        if not self._is_kept:
-            return None
-        if stage.config not in self._forms:
-            self._forms[stage.config] = unpacked_form(stage, self._dtype)
-        pieces, size = self._forms[stage.config]
+    def keep(self, stage: AdaptedStage | None) -> None:
+        """Keep memory for blocks like this one from here on; no weights may be bound."""
+        if stage is None:
+            self._memory, self._tensors = None, {}
+            return
+        pieces, size = unpacked_form(stage, self._dtype)
         if self._memory is None or self._memory.nbytes != size:
-            self._drop()
+            self._memory, self._tensors = None, {}
             self._memory = torch.empty(size, dtype=torch.uint8, device=self._device)
             self._tensors = {name: piece.of(self._memory) for name, piece in pieces.items()}
-        return self._tensors
 
-    def _drop(self) -> None:
-        self._memory, self._tensors = None, {}
+    def places(self) -> Mapping[str, Tensor] | None:
+        """Give where a block's weights go; None where nothing is kept."""
+        return self._tensors or None
+
+    def has_room(self, size: int) -> bool:
+        """Say whether there is so much."""
+        return self._memory is not None and self._memory.nbytes >= size
+
+    def room(self, size: int) -> Tensor:
+        """Give the first bytes of it, for who has them while no weights are bound."""
+        assert self._memory is not None
+        return self._memory[:size]
 
 
 def unpacked_form(stage: AdaptedStage, dtype: torch.dtype) -> tuple[dict[str, Piece], int]:

@@ -235,16 +235,18 @@ def test_unpacked_weights_lie_where_they_lay(store: Path) -> None:
     engine = engine_of(store, None)
     block = next(stage for stage in engine.adapted.trunk if stage.is_block)
     memory = UnpackedMemory(torch.device("cpu"), torch.bfloat16)
-    assert memory.places(block) is None
-    memory.keep(is_kept=True)
-    places = memory.places(block)
+    assert memory.places() is None
+    memory.keep(block)
+    places = memory.places()
     assert places is not None
     assert {name: tuple(t.shape) for name, t in places.items()} == {
         name: tuple(each.shape) for name, each in block.inner.parameters.items()
     }
     assert len({each.untyped_storage().data_ptr() for each in places.values()}) == 1
-    again = memory.places(block)
+    memory.keep(block)
+    again = memory.places()
     assert again is not None
     assert all(again[name] is each for name, each in places.items())
-    memory.keep(is_kept=False)
-    assert not memory.is_there
+    assert memory.has_room(2 * block.inner.parameters["mlp.up_proj.weight"].shape[0])
+    memory.keep(None)
+    assert not memory.has_room(1)
