@@ -290,7 +290,7 @@ class Recorder:
 
         try:
             captured = self._lanes.capture(silent)
-        except Exception as error:  # the work itself was just done without one
+        except Exception as error:  # noqa: BLE001 - the work itself was just done without one
             self._end(error)
             return None
         self._is_off = captured is None
