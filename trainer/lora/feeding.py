@@ -239,7 +239,7 @@ class Feed:
         found: dict[str, int] = {}
         unpacked = 0
         for stage in order:
-            if stage.is_packed and self._base.is_unpacked(stage, self._view(stage.shard)):
+            if stage.is_block and self._base.is_unpacked(stage, self._view(stage.shard)):
                 unpacked += 1
             elif stage.name == HEAD and self._base.unpacked.has_room(self._bytes_of(stage)):
                 found[stage.shard] = unpacked

@@ -253,3 +253,62 @@ def test_inputs_wait_on_the_host_whatever_the_length_of_rows(store: Path) -> Non
         rows = [each[:, :positions] for each in ROWS]
         _, expected = adapter_gradients(store, plain, rows)
         assert are_same(adapter_gradients(store, fed, rows)[1], expected)
+
+
+def unpacking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have blocks "unpacked" by copies, since the library is not everywhere."""
+
+    def unpacked(_stage: object, packed: Named, _dtype: object, places: Named | None) -> Named:
+        places = places or {name: torch.empty_like(each) for name, each in packed.items()}
+        return {name: places[name].copy_(each) for name, each in packed.items()}
+
+    monkeypatch.setattr("trainer.lora.feeding.nf4.unpacked", unpacked)
+    monkeypatch.setattr(DeviceBase, "is_unpacked", lambda _self, stage, _view: stage.is_block)
+
+
+def beside_unpacked(store: Path) -> Named:
+    """Give gradients where blocks are unpacked to one place, which the head fits into."""
+    engine = fed_engine(store, poison=True)
+    base = base_of(engine)
+    base.unpacked.keep(next(stage for stage in engine.adapted.trunk if stage.is_block))
+    _, found = adapter_gradients(store, engine, ROWS)
+    return found
+
+
+def test_a_head_comes_where_unpacked_weights_lay(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, expected = adapter_gradients(store, adapter_engine(store, settings_of("llama")), ROWS)
+    taken: list[int] = []
+    memory = DeviceBase.memory
+
+    def noted(self: DeviceBase, size: int) -> torch.Tensor:
+        taken.append(size)
+        return memory(self, size)
+
+    unpacking(monkeypatch)
+    monkeypatch.setattr(DeviceBase, "memory", noted)
+    assert are_same(beside_unpacked(store), expected)
+    size = sum(each.nbytes for each in head_tensors(store).values())
+    assert size not in taken
+    adapter_gradients(store, fed_engine(store), ROWS)
+    assert size in taken
+
+
+def head_tensors(store: Path) -> Named:
+    with shardb.open(store) as opened, opened.at() as view:
+        return dict(torch_adaptor.tensors(view.read("params/lm_head")))
+
+
+def test_control_a_head_that_comes_too_early_is_noticed(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unpacking(monkeypatch)
+    shared = Feed._shared
+
+    def at_once(self: Feed, order: object) -> dict[str, int]:
+        return dict.fromkeys(shared(self, order), 1)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Feed, "_shared", at_once)
+    with pytest.raises(NonFiniteError):  # blocks find what a head that was given back left
+        beside_unpacked(store)
