@@ -206,6 +206,10 @@ class Device:
         now = torch.cuda.max_memory_allocated(self.torch_device) + self.captured_bytes
         return max(self._peak_before, now)
 
+    def forget_captured(self) -> None:
+        """Say that nothing is recorded any more."""
+        self.captured_bytes = 0
+
     def keep_peak(self) -> None:
         """Remember the peak so far, because what counts it is about to begin anew."""
         self._peak_before = self.peak_bytes()
@@ -252,6 +256,12 @@ class Device:
             return
         setting = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
         (setting or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
+
+    def drop_workspaces(self) -> None:
+        """Give up what a device's library keeps for each thread and stream that multiplied."""
+        if not self.is_host:
+            torch.cuda.synchronize(self.torch_device)
+            torch._C._cuda_clearCublasWorkspaces()
 
     def limit_memory(self, limit_bytes: int) -> None:
         """Let tensors of this process take at most so much of the device; nothing on the host."""

@@ -250,6 +250,8 @@ class CudaLanes:
             )
             with _in_this_stream(self._device), recording:
                 result = work()
+        if self._pool is None:  # graphs go with these lanes, or before
+            weakref.finalize(self, self._place.forget_captured).atexit = False
         self._graphs.add(graph)
         self._pool = graph.pool()
         taken = torch.cuda.max_memory_allocated(self._device) - before

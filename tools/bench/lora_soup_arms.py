@@ -97,8 +97,8 @@ def our_step(plan: dict[str, Any]) -> Step:
     )
     # As `train` chooses where memory has room.
     copies = plan["activations"] == "keep"
-    device = Device.from_name(plan["device"])
-    engine = AdapterEngine(model, options, device, lora, copies_base=copies)
+    # The device that is asked for its peak: it knows what recordings hold.
+    engine = AdapterEngine(model, options, _device(plan), lora, copies_base=copies)
     engine.use_pipeline(PipelineSettings())
     _commit_first(store, engine, work / "first.safetensors")
     done = 0

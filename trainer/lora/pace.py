@@ -70,9 +70,11 @@ def measure_pace(shape: StepShape, lora: LoraSettings, device: Device) -> Pace:
     visit = _Visit(adapted(Block(SMALL, 0), small), device, options.torch_dtype)
     visit.both_ways()
     seconds = shortest_seconds(visit.several, device) / VISITS
-    return Pace(
+    found = Pace(
         call_seconds=seconds / block_calls(visited, small), value_seconds=_value_seconds(device)
     )
+    device.drop_workspaces()  # of autograd's thread, which a step may have no use for
+    return found
 
 
 def small_lora(model: ModelConfig, lora: LoraSettings) -> LoraSettings:

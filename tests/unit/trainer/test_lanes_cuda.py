@@ -39,6 +39,8 @@ def test_can_be_recorded_after_every_recording_was_dropped(index: int) -> None:
 def test_do_recordings_leave_no_memory_behind() -> None:
     """cuBLAS keeps memory for each stream it ever ran in: recordings share one."""
     device = Device.from_name("cuda:0")
+    x = torch.ones(64, 64, device=device.torch_device)
+    _ = x @ x  # cuBLAS cannot be begun while something is recorded
     held = []
     for _ in range(4):
         x = torch.ones(64, 64, device=device.torch_device)
@@ -48,6 +50,17 @@ def test_do_recordings_leave_no_memory_behind() -> None:
         gc.collect()
         held.append(torch.cuda.memory_allocated())
     assert held[1:] == held[1:2] * 3
+
+
+def test_what_recordings_hold_goes_with_their_lanes() -> None:
+    device = Device.from_name("cuda:0")
+    x = torch.ones(1 << 20, device=device.torch_device)
+    lanes = CudaLanes(device)
+    captured = lanes.capture(lambda: x.copy_((x * 2) * 3))
+    assert device.captured_bytes >= x.nbytes
+    del captured, lanes
+    gc.collect()
+    assert device.captured_bytes == 0
 
 
 def test_is_a_recording_of_nothing_an_error() -> None:
