@@ -217,21 +217,28 @@ def is_fused(query: Tensor, key: Tensor) -> bool:
 
 def attention_back(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Hold what a CUDA device's kernel holds on its way back."""
+    beside = [query.new_empty(size, dtype=torch.uint8) for size in _back_sizes(query, key)]
+    found = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    del beside
+    return found
+
+
+def attention_back_bytes(query: Tensor, key: Tensor) -> int:
+    """Give the bytes that a CUDA device's kernel holds on its way back, beside its results."""
+    return sum(_back_sizes(query, key))
+
+
+def _back_sizes(query: Tensor, key: Tensor) -> list[int]:
     rows, heads, positions, width = query.shape
     padded = _padded(positions, POSITIONS_PADDED_TO)
     parts = 1
     if query.dtype.itemsize == 2:
         parts = max(1, math.ceil(MULTIPROCESSORS / (rows * heads)))
-    summed = query.new_empty(
-        parts, rows, padded, heads, _padded(width, HEAD_PADDED_TO), dtype=torch.float32
-    )
-    deltas = query.new_empty(rows, heads, padded, dtype=torch.float32)
-    wide = None
+    deltas = rows * heads * padded * 4
+    sizes = [parts * deltas * _padded(width, HEAD_PADDED_TO), deltas]
     if heads != key.shape[1]:  # keys and values have a gradient a query head, then a sum
-        wide = (torch.empty_like(query), torch.empty_like(query))
-    found = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-    del summed, deltas, wide
-    return found
+        sizes += [query.numel() * query.element_size()] * 2
+    return sizes
 
 
 def _inside(func: Any, args: tuple[Any, ...]) -> int:

@@ -98,17 +98,18 @@ class CudnnBoth(CudnnThere):
 
     def __init__(self) -> None:
         super().__init__()
-        self._back: CudnnBack | None = CudnnBack()
+        self._back = CudnnBack()
+        self._without: set[torch.Size] = set()
 
     def back(
         self, gradient: Tensor, heads: tuple[Tensor, Tensor, Tensor], mixed: Tensor, sums: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Attention`."""
-        if self._back is not None:
+        if mixed.shape not in self._without:
             try:
                 return self._back(gradient, heads, mixed, sums)
             except NoKernelError:
-                self._back = None
+                self._without.add(mixed.shape)
         return super().back(gradient, heads, mixed, sums)
 
 

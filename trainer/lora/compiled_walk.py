@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trainer.lora.attention import Chosen
 from trainer.lora.compiled import Called, CompiledAdapted, Functions
+from trainer.lora.cudnn_graph import room_bytes
 from trainer.lora.pieces import GATES, INPUTS, LAST, OUTPUT, Group, Pieces
 from trainer.lora.targets import linear_modules
 from trainer.model import low_rank
@@ -22,7 +23,12 @@ from trainer.model.adapter_settings import LoraSettings
 from trainer.model.adapters import A_ENDS, B_ENDS
 from trainer.model.layers import split_heads
 from trainer.model.stages import Block
-from trainer.vram_trace import attention_back, host_attention_back, is_fused
+from trainer.vram_trace import (
+    attention_back,
+    attention_back_bytes,
+    host_attention_back,
+    is_fused,
+)
 
 Named = Mapping[str, Tensor]
 
@@ -240,5 +246,10 @@ class _WalkedAttention(Chosen):
         if self._is_host:
             return host_attention_back(*heads)
         if is_fused(*heads[:2]):
-            return attention_back(*heads)
+            query, key, _ = heads
+            beside = room_bytes(query, key) - attention_back_bytes(query, key)
+            room = query.new_empty(beside, dtype=torch.uint8)
+            found = attention_back(*heads)
+            del room
+            return found
         return super().back(gradient, heads, mixed, sums)

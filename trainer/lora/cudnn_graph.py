@@ -4,11 +4,16 @@ Owns every use of `cudnn` (the package `nvidia-cudnn-frontend`, extra `cudnn`): 
 same library without asking. Knows nothing of blocks. Invariants: a graph is made once for a form of
 heads and computes the same bits each time; where the package is not there, or its library has no
 such kernel, nobody is told of a failure but the caller, who has another way.
+
+A fixed order takes memory: a sum of its own for each 256 keys, which grows with the square of the
+positions. So rows, and groups of heads that share a key head, are gone through a few at a time,
+within what PyTorch's own kernel takes; where one group is too much, that one is used.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +21,13 @@ import torch
 from torch import Tensor
 
 from trainer.device import stream_address
+from trainer.vram_trace import attention_back_bytes
 
 Form = tuple[tuple[int, ...], ...]
+Heads = tuple[Tensor, Tensor, Tensor]
+# A call takes a few bytes more.
+BESIDE_BYTES = 4096
+KEYS_A_SUM, PADDED_TO = 256, 128
 
 
 class NoKernelError(Exception):
@@ -43,19 +53,23 @@ class CudnnBack:
         self._graphs: dict[tuple[Form, Form, torch.dtype], _Graph] = {}
 
     def __call__(
-        self, gradient: Tensor, heads: tuple[Tensor, Tensor, Tensor], mixed: Tensor, sums: Tensor
+        self, gradient: Tensor, heads: Heads, mixed: Tensor, sums: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Give the gradients of queries, keys and values, laid out as those are."""
-        tensors = (*heads, mixed, gradient, sums[..., None])
-        graph = self._known(tensors)
-        self._library.set_stream(self._handle, stream_address(mixed.device))
+        parts = parts_of(*heads[:2])
         query, key, value = found = tuple(torch.empty_like(each) for each in heads)
-        named = dict(zip((*graph.inputs, *graph.outputs), (*tensors, *found), strict=True))
-        room = mixed.new_empty(graph.workspace_bytes, dtype=torch.uint8)
-        graph.graph.execute(named, room, handle=self._handle)
+        given = (*heads, mixed, gradient, sums[..., None], *found)
+        room = mixed.new_empty(parts.workspace_bytes, dtype=torch.uint8)
+        for tensors in parts.cut(given):
+            graph = self._known(tensors[:6])
+            if graph.workspace_bytes > room.nbytes:
+                raise NoKernelError(f"it takes {graph.workspace_bytes:,} bytes")
+            self._library.set_stream(self._handle, stream_address(mixed.device))
+            named = dict(zip((*graph.inputs, *graph.outputs), tensors, strict=True))
+            graph.graph.execute(named, room, handle=self._handle)
         return query, key, value
 
-    def _known(self, tensors: tuple[Tensor, ...]) -> _Graph:
+    def _known(self, tensors: Sequence[Tensor]) -> _Graph:
         shapes = tuple(tuple(each.shape) for each in tensors)
         key = (shapes, tuple(each.stride() for each in tensors), tensors[0].dtype)
         if key not in self._graphs:
@@ -72,7 +86,7 @@ class CudnnBack:
         self._library = library()
         self._handle = self._library.create_handle()
 
-    def _made(self, tensors: tuple[Tensor, ...]) -> _Graph:
+    def _made(self, tensors: Sequence[Tensor]) -> _Graph:
         library = self._library
         types = {
             torch.bfloat16: library.data_type.BFLOAT16,
@@ -119,3 +133,56 @@ def library() -> Any:
         return importlib.import_module("cudnn")
     except ImportError as error:
         raise NoKernelError(str(error)) from error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """How attention's way back is cut: rows a time, and key heads a time."""
+
+    rows: int
+    keys: int
+    workspace_bytes: int
+
+    def cut(self, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        """Give the parts of tensors [B, H, ...], whose heads are those of queries or of keys."""
+        rows, keys = tensors[1].shape[:2]
+        for row in range(0, rows, self.rows):
+            for key in range(0, keys, self.keys):
+                yield [
+                    each[
+                        row : row + self.rows,
+                        key * each.shape[1] // keys : (key + self.keys) * each.shape[1] // keys,
+                    ]
+                    for each in tensors
+                ]
+
+
+def parts_of(query: Tensor, key: Tensor) -> Parts:
+    """Give as few parts as `room_bytes` has room for; `NoKernelError` where one is too much."""
+    rows, heads, positions, width = query.shape
+    keys = key.shape[1]
+    limit = room_bytes(query, key) - BESIDE_BYTES
+    group = _workspace_bytes(heads // keys, positions, width)
+    if group > limit:
+        raise NoKernelError(f"one group of heads takes {group:,} of {limit:,} bytes")
+    at_once = _evenly(rows, limit // (group * keys)) if group * keys <= limit else 1
+    keys_at_once = _evenly(keys, limit // group)
+    size = group * keys_at_once * at_once + BESIDE_BYTES
+    return Parts(rows=at_once, keys=keys_at_once, workspace_bytes=size)
+
+
+def room_bytes(query: Tensor, key: Tensor) -> int:
+    """Give the most that the way back takes: what PyTorch's own kernel does, and a little."""
+    return attention_back_bytes(query, key) + 2 * BESIDE_BYTES
+
+
+def _evenly(count: int, most: int) -> int:
+    """Give how many of `count` go at once where at most so many can."""
+    return -(-count // -(-count // min(count, most)))
+
+
+def _workspace_bytes(heads: int, positions: int, width: int) -> int:
+    """Give what the way back of some heads of a row takes: sums of queries, in fp32, and theirs."""
+    padded = -(-positions // PADDED_TO) * PADDED_TO
+    sums = heads * padded * 4
+    return sums * width * (padded + KEYS_A_SUM) // KEYS_A_SUM + sums
