@@ -154,6 +154,7 @@ class Trained:
         if self._engine is not None:
             self._engine.close()
         self._engine = self._kind = None
+        self._device.captured_bytes = 0
         torch.compiler.reset()
         gc.collect()
         self._device.forget_peak()

@@ -51,7 +51,8 @@ from trainer.timing import StepClock
 from trainer.vram import WORKSPACE_BYTES, StepShape, carried_on, make_tables
 from trainer.vram_trace import META, FusedAttention, HostAttention, MemoryTrace
 
-# Of 4-bit values, of their scales, and the library's own copy of those.
+# Of 4-bit values, of their scales, and the library's own copy of those: a process has them as soon
+# as it packs, whatever it trains.
 CODE_TABLES = (4 * 16, 4 * 256, 4 * 256)
 
 
@@ -285,8 +286,7 @@ class _DeviceWalk(_AdapterWalk):
         # One run of bytes; where masks are made of them, ids and labels of each micro-batch.
         is_apart, count = shape.options.records_apart, shape.accumulation
         batches = 2 * count * [labels] if is_apart else [count * labels]
-        codes = CODE_TABLES if any(stage.is_packed for stage in self._trunk) else ()
-        self._lasting = [_memory(size) for size in (*tables, *batches, *codes)]
+        self._lasting = [_memory(size) for size in (*tables, *batches, *CODE_TABLES)]
         size = slot_bytes(self._trunk, self._dtype)
         self._slots = [_memory(size) for _ in range(SLOTS)]
         order = [*self._trunk, self._head, *self._backward]
@@ -306,11 +306,10 @@ class _DeviceWalk(_AdapterWalk):
         return sum(whole(4 * math.prod(shape)) for shape in shapes)
 
     def update(self, gradients: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Go through it, with the rows that the next step looks up first."""
+        """Go through it; then the rows are looked up that the next step begins with."""
         shape, width = self._shape, self._head.config.hidden_size
-        ahead = _memory(shape.micro_batch_size * shape.seq_len * width * self._dtype.itemsize)
         walk_update(self._trace, self._trunk, gradients, shape.options.update_rule())
-        del ahead
+        _memory(shape.micro_batch_size * shape.seq_len * width * self._dtype.itemsize)
 
     def weights(self, stage: AdaptedStage) -> dict[str, Tensor]:
         """What is unpacked has memory of its own for a visit."""
