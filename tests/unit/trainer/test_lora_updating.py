@@ -51,9 +51,12 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return store
 
 
-def fed_engine(store: Path, options: Mapping[str, object]) -> AdapterEngine:
-    """Give an engine that updates as on a device."""
-    engine = adapter_engine(store, settings_of("llama", rank=16), max_grad_norm=0.02, **options)
+def fed_engine(store: Path, options: Mapping[str, object], device: str = "cpu") -> AdapterEngine:
+    """Give an engine that updates as on a device, or on one."""
+    lora = settings_of("llama", rank=16)
+    engine = adapter_engine(store, lora, device=device, max_grad_norm=0.02, **options)
+    if device != "cpu":
+        return engine
     base = DeviceBase(Device.from_name("cpu"), engine.options.torch_dtype)
     object.__setattr__(engine.adapted, "base", base)
     return engine
@@ -115,11 +118,26 @@ def watched(monkeypatch: pytest.MonkeyPatch, way: type) -> list[object]:
 def test_flat_is_one_after_the_other(
     rule: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    check_flat(rule, store, tmp_path, monkeypatch, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("rule", RULES)
+def test_flat_is_one_after_the_other_on_a_device(
+    rule: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_flat(rule, store, tmp_path, monkeypatch, "cuda")
+
+
+def check_flat(
+    rule: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
     flat, at_once = watched(monkeypatch, FlatUpdates), watched(monkeypatch, UpdatesAtOnce)
-    found, said = stepped(store, tmp_path, fed_engine(store, RULES[rule]))
+    found, said = stepped(store, tmp_path, fed_engine(store, RULES[rule], device))
     assert len(flat) == STEPS
     monkeypatch.setattr(updating, "ELEMENTWISE", ())
-    expected, expected_said = stepped(store, tmp_path, fed_engine(store, RULES[rule]))
+    expected, expected_said = stepped(store, tmp_path, fed_engine(store, RULES[rule], device))
     assert (len(flat), len(at_once)) == (STEPS, STEPS)
     assert differing(found, expected) == []
     for mine, theirs in zip(said, expected_said, strict=True):
