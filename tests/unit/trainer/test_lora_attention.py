@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from trainer.device import Device
 from trainer.lora import attention, cudnn_graph
 from trainer.lora.attention import Attention, Chosen, CudnnBoth, HostFused, attention_for
 from trainer.lora.cudnn_graph import BESIDE_BYTES, NoKernelError, parts_of, room_bytes
@@ -209,3 +210,42 @@ def test_without_it_the_other_kernel_goes_back(
     expected = by_autograd(given, gradient)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert len(Graph.made) == (missing == "kernel")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("rows", "positions"), [(4, 2048), (1, 8192), (3, 200)])
+def test_a_devices_kernel_gives_the_same_bits_each_time_within_its_room(
+    rows: int, positions: int
+) -> None:
+    place = Device.from_name("cuda")
+    query, key, value, gradient = (
+        split_heads(
+            torch.randn(
+                rows, positions, count * 128, device=place.torch_device, dtype=torch.bfloat16
+            ),
+            128,
+        )
+        for count in (32, 8, 8, 32)
+    )
+    given = (query, key, value)
+    kernel = attention_for(*given)
+    first = gone_back(kernel, given, gradient)
+    assert all(
+        torch.equal(a, b)
+        for _ in range(4)
+        for a, b in zip(gone_back(kernel, given, gradient), first, strict=True)
+    )
+    mixed, sums = kernel.forward(*given)
+    place.wait()
+    place.forget_peak()
+    before = place.peak_bytes()
+    found = kernel.back(gradient, given, mixed, sums)
+    beside = place.peak_bytes() - before - sum(each.nbytes for each in found)
+    print(
+        f"{type(kernel).__name__}, {rows} x {positions}: {beside:,} of {room_bytes(query, key):,}"
+    )
+    assert beside <= room_bytes(query, key)
+    exact = by_autograd((query.float(), key.float(), value.float()), gradient.float())
+    off = [float((a.float() - b).norm() / b.norm()) for a, b in zip(first, exact, strict=True)]
+    assert max(off) < 2.0**-7, off
