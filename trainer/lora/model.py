@@ -87,9 +87,9 @@ class AdaptedModel:
         block = next(stage for stage in self.trunk if stage.is_block)
         is_worth = is_worth_recording(block.inner, tokens)
         blocks.recorder.tokens_max = tokens if is_worth else 0
-        blocks.recorder.may_record = is_recorded = is_worth and base.passes > 0
+        blocks.recorder.may_record = is_worth and base.passes > 0
         is_unpacked = block.is_packed and self.step.options.torch_dtype == torch.bfloat16
-        base.unpacked.keep(block if is_recorded and is_unpacked else None)
+        base.unpacked.keep(block if is_worth and is_unpacked else None)
         base.passes += 1
 
     def form(self, stage: AdaptedStage) -> torch.dtype | None:
