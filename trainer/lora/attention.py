@@ -84,13 +84,24 @@ class CudnnThere(Flash):
     the output and the logarithms of sums alone, which are the same of both.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._unable: set[torch.Size] = set()
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Attention`."""
+        """See `Attention`; heads that cuDNN has no kernel for go PyTorch's way."""
         if query.shape not in self._rest:  # what the way back takes beside
             super().forward(query, key, value)
         call = torch.ops.aten._scaled_dot_product_cudnn_attention
-        mixed, sums = call(query, key, value, None, True, 0.0, True)[:2]
-        return mixed, sums.view(query.shape[:3])
+        if query.shape not in self._unable:
+            try:
+                mixed, sums = call(query, key, value, None, True, 0.0, True)[:2]
+                return mixed, sums.view(query.shape[:3])
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:
+                self._unable.add(query.shape)
+        return super().forward(query, key, value)
 
 
 class CudnnBoth(CudnnThere):

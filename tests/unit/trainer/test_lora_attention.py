@@ -156,6 +156,20 @@ def test_the_library_is_handed_what_it_asks_for_and_makes_a_graph_once() -> None
     assert [graph.types["io_data_type"] for graph in Graph.made] == ["fp32", "bf16"]
 
 
+def test_heads_that_cudnn_has_no_kernel_for_go_the_other_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A processor has none at all."""
+    monkeypatch.setattr(attention.Flash, "forward", HostFused.forward)
+    given, _ = heads()
+    kernel = CudnnBoth()
+    for _ in range(2):
+        mixed, sums = kernel.forward(*given)
+        expected = HostFused().forward(*given)
+        assert torch.equal(mixed, expected[0])
+        assert torch.equal(sums, expected[1])
+
+
 def room_for(groups: int, positions: int = POSITIONS) -> int:
     """Give what the way back of so many groups of heads of a row takes."""
     return BESIDE_BYTES + groups * cudnn_graph._workspace_bytes(HEADS // KEYS, positions, WIDTH)
