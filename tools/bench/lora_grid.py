@@ -136,7 +136,10 @@ def _compiled(compiled: StepShape) -> Iterator[Case]:
     waiting = _on_host(_keeping(many, "attention"))
     yield _case("compiled, attention kept, on the host", waiting, QV, 4, 2048)
     wide = replace(waiting, model=WIDE if compiled.model.hidden_size > 64 else compiled.model)
-    yield _case("compiled, wide, attention kept, on the host", wide, QV, 4, 2048)
+    for rows, tokens in ((4, 2048), (1, 8192), (4, 512)):
+        name = "compiled, wide, attention kept, on the host"
+        yield _case(name, wide, QV, rows, tokens)
+    yield _case("compiled, wide, on the host", _keeping(wide, "recompute"), QV, 4, 2048)
 
 
 def _others(base: StepShape) -> Iterator[Case]:
