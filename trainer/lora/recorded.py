@@ -232,8 +232,6 @@ class Recorder:
 
     def _note(self, form: tuple[object, ...], x: Tensor, left: list[Tensor] | None) -> None:
         """Count a pass that was computed as it is, and take places of its forms."""
-        if not self.may_record:
-            return
         self._runs[form] += 1
         if _place(form) not in self._fixed:
             whole = x.contiguous()
@@ -277,9 +275,7 @@ class Recorder:
             if terms:
                 torch._foreach_copy_([*adapters.gradients.values()], [*terms.values()])
 
-        work = forward if way == "forward" else back
-        work()  # so that nothing is compiled while it is recorded
-        again = self._captured(work)
+        again = self._captured(forward if way == "forward" else back)
         return None if again is None else _Recorded(again=again, reads=call.angles)
 
     def _captured(self, work: Callable[[], object]) -> Callable[[], None] | None:
@@ -288,13 +284,18 @@ class Recorder:
         def silent() -> None:  # what it gives lies where it is wanted already
             work()
 
-        try:
-            captured = self._lanes.capture(silent)
-        except Exception as error:  # noqa: BLE001 - the work itself was just done without one
-            self._end(error)
-            return None
-        self._is_off = captured is None
-        return None if captured is None else captured[1]
+        for is_last in (False, True):
+            try:
+                captured = self._lanes.capture(silent)
+            except Exception as error:  # noqa: BLE001 - such work was done without one before
+                if is_last:
+                    self._end(error)
+                    return None
+                work()  # should something have been compiled while it was recorded
+            else:
+                self._is_off = captured is None
+                return None if captured is None else captured[1]
+        return None
 
     def _end(self, error: BaseException) -> None:
         """Record nothing more, and use nothing that was recorded: a half of it may be wrong."""

@@ -59,11 +59,19 @@ class RepeatingLanes(HostLanes):
         return result, again
 
 
-class FailingLanes(HostLanes):
-    """Lanes that cannot record."""
+class FailingLanes(RepeatingLanes):
+    """Lanes that cannot record: always, or every other time."""
+
+    def __init__(self, *, always: bool) -> None:
+        super().__init__()
+        self.asked = 0
+        self._always = always
 
     def capture(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]] | None:
-        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        self.asked += 1
+        if self._always or self.asked % 2:
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        return super().capture(work)
 
 
 def left_as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -195,13 +203,20 @@ def test_control_what_was_there_before_is_noticed(
 
 def test_what_cannot_be_recorded_is_computed_as_it_is(store: Path) -> None:
     expected = passes(store, engine_of(store, None), STEPS[:2])
-    engine = engine_of(store, FailingLanes())
+    engine = engine_of(store, FailingLanes(always=True))
     with pytest.warns(UserWarning, match="without recordings: operation not permitted") as told:
         found = passes(store, engine, STEPS[:2])
     assert are_same(found, expected)
     assert len(told) == 1
     assert "and more" not in str(told[0].message)
     assert recorder_of(engine).count == 0
+
+
+def test_a_recording_that_failed_once_is_tried_again(store: Path) -> None:
+    expected = passes(store, engine_of(store, None), STEPS[:2])
+    lanes = FailingLanes(always=False)
+    assert are_same(passes(store, engine_of(store, lanes), STEPS[:2]), expected)
+    assert lanes.asked == 2 * lanes.captured > 0
 
 
 @pytest.mark.parametrize("why", ["switch", "size"])
