@@ -93,7 +93,7 @@ def walked(case: Case) -> dict[str, Fullest]:
         walk.predicted_adapter_phases(case.shape, case.lora, is_host=False)
     walk._walked.cache_clear()
     # Recordings are walked through by themselves.
-    [whole] = [trace for trace in ListedTrace.made if "head" in trace.found]
+    [whole] = [trace for trace in ListedTrace.made if "update" in trace.found]
     return whole.found
 
 
