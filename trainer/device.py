@@ -261,7 +261,9 @@ class Device:
         """Give up what a device's library keeps for each thread and stream that multiplied."""
         if not self.is_host:
             torch.cuda.synchronize(self.torch_device)
-            torch._C._cuda_clearCublasWorkspaces()
+            clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+            if clear is not None:
+                clear()
 
     def limit_memory(self, limit_bytes: int) -> None:
         """Let tensors of this process take at most so much of the device; nothing on the host."""
