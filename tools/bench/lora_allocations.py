@@ -209,6 +209,11 @@ def text_of(title: str, found: Mapping[str, Fullest]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _shallow(case: Case) -> Case:
+    model = replace(case.shape.model, num_layers=LAYERS)
+    return replace(case, shape=replace(case.shape, model=model))
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Write two lists a case: that of the walk, and that of the device."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -219,7 +224,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder of the lists")
     given = parser.parse_args(words)
     given.out.mkdir(parents=True, exist_ok=True)
-    known = {case.name: case for case in cases(replace(MODELS[given.model], num_layers=LAYERS))}
+    known = {case.name: _shallow(case) for case in cases(MODELS[given.model])}
     for name in given.cases.split(";"):
         case, file = known[name], name.replace(" ", "_").replace(",", "")
         text = text_of(f"{name}, the walk", walked(case))
