@@ -33,6 +33,8 @@ SWITCH = "SHARDB_RECORD_PASSES"
 WARM_RUNS = 2
 # Forward and back, for a few shapes and places of weights.
 RECORDINGS_MAX = 16
+# One for each block that stays on a device.
+REPEATED_MAX = 64
 # Tokens times weights of a block; above, a device takes longer than a host takes to ask for it.
 PRODUCTS_MAX = 1 << 39
 
@@ -132,6 +134,7 @@ class Recorder:
         self._is_off = False
         self._runs: Counter[tuple[object, ...]] = Counter()
         self._recorded: dict[tuple[object, ...], _Recorded] = {}
+        self._repeated: dict[tuple[object, ...], Callable[[], None]] = {}
         self._memory: dict[str, Tensor] = {}
         self._fixed: dict[tuple[object, ...], _Fixed] = {}
         self._adapters: dict[object, _Adapters] = {}
@@ -140,7 +143,7 @@ class Recorder:
     @property
     def count(self) -> int:
         """Give how many recordings there are."""
-        return len(self._recorded)
+        return len(self._recorded) + len(self._repeated)
 
     def takes(self, x: Tensor) -> bool:
         """Say whether passes of such an input go this way."""
@@ -195,17 +198,17 @@ class Recorder:
 
         What it reads beside them has to last.
         """
-        if key in self._recorded:
-            self._recorded[key].again()
+        if key in self._repeated:
+            self._repeated[key]()
             return
         work()
-        if self._is_off or not self.may_record or len(self._recorded) >= RECORDINGS_MAX:
+        if self._is_off or not self.may_record or len(self._repeated) >= REPEATED_MAX:
             return
         self._runs[key] += 1
         if self._runs[key] >= WARM_RUNS:
             captured = self._captured(work)
             if captured is not None:
-                self._recorded[key] = _Recorded(again=captured, reads=())
+                self._repeated[key] = captured
 
     def _known(self, form: tuple[object, ...], call: Call, x: Tensor) -> _Recorded | None:
         """Give the recording of a pass, with this visit's adapters in their places."""
@@ -301,6 +304,7 @@ class Recorder:
         """Record nothing more, and use nothing that was recorded: a half of it may be wrong."""
         self._is_off = True
         self._recorded.clear()
+        self._repeated.clear()
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         warnings.warn(f"blocks are computed without recordings: {first}", stacklevel=2)
 
