@@ -22,6 +22,7 @@ from trainer.found import Found
 from trainer.inputs import Inputs, check_beside_import, end_of_text_id, open_inputs
 from trainer.lora.base_tier import BaseTier, base_tier, tier_text
 from trainer.lora.budget import adapter_budget
+from trainer.lora.engine import check_options
 from trainer.model.stages import check_keeps_apart
 from trainer.model.stored import SOURCE_SHARD
 from trainer.placement_choice import placed
@@ -249,6 +250,8 @@ def _check_together(plan: Plan) -> None:
     recipe, settings = plan.recipe, plan.settings
     options = options_of(recipe, settings, plan.budget.activations, plan.budget.placement)
     prefetch_of(options, Device.from_name(recipe.device))
+    if recipe.lora is not None:
+        check_options(options, recipe.lora)
     if recipe.records_apart:
         check_keeps_apart(recipe.model)
     if settings.snapshot_best and not validates(plan):
