@@ -7,7 +7,8 @@ four, compiled by torch 2.13, the base used where the store has it. A CUDA devic
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -38,8 +39,7 @@ ATTENTION = ("q_proj", "v_proj")
 MANY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Taken:
+class Taken(NamedTuple):
     """What a step of 8 rows of 128 tokens took, in bytes.
 
     over_max: in bf16 a processor's compiler writes more over what is there than is foretold.
@@ -49,70 +49,19 @@ class Taken:
     targets: tuple[str, ...]
     accumulation: int
     intermediate_size: int
+    activations: str
     peak: int
     over_max: float
-    activations: str = "recompute"
 
 
 TAKEN = [
-    Taken(
-        dtype="bf16",
-        targets=ATTENTION,
-        accumulation=1,
-        intermediate_size=896,
-        peak=13277186,
-        over_max=1.1,
-    ),
-    Taken(
-        dtype="fp32",
-        targets=ATTENTION,
-        accumulation=1,
-        intermediate_size=896,
-        peak=26296324,
-        over_max=1.02,
-    ),
-    Taken(
-        dtype="fp32",
-        targets=ATTENTION,
-        accumulation=1,
-        intermediate_size=896,
-        peak=30523396,
-        over_max=1.02,
-        activations="attention",
-    ),
-    Taken(
-        dtype="bf16",
-        targets=ATTENTION,
-        accumulation=3,
-        intermediate_size=256,
-        peak=24264704,
-        over_max=1.02,
-        activations="attention",
-    ),
-    Taken(
-        dtype="bf16",
-        targets=MANY,
-        accumulation=1,
-        intermediate_size=896,
-        peak=16310274,
-        over_max=1.05,
-    ),
-    Taken(
-        dtype="bf16",
-        targets=("down_proj",),
-        accumulation=2,
-        intermediate_size=896,
-        peak=27348994,
-        over_max=1.01,
-    ),
-    Taken(
-        dtype="bf16",
-        targets=(*MANY, "down_proj"),
-        accumulation=1,
-        intermediate_size=896,
-        peak=25378818,
-        over_max=1.01,
-    ),
+    Taken("bf16", ATTENTION, 1, 896, "recompute", 13277186, 1.1),
+    Taken("fp32", ATTENTION, 1, 896, "recompute", 26296324, 1.02),
+    Taken("fp32", ATTENTION, 1, 896, "attention", 30523396, 1.02),
+    Taken("bf16", ATTENTION, 3, 256, "attention", 24264704, 1.02),
+    Taken("bf16", MANY, 1, 896, "recompute", 16310274, 1.05),
+    Taken("bf16", ("down_proj",), 2, 896, "recompute", 27348994, 1.01),
+    Taken("bf16", (*MANY, "down_proj"), 1, 896, "recompute", 25378818, 1.01),
 ]
 
 
