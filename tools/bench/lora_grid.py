@@ -260,7 +260,7 @@ class Rates:
             tokens,
             each * tokens,
             2 * base,
-            step_work(shape, case.lora),
+            step_work(shape, case.lora, is_host=self._device.is_host),
             self._ceilings[dtype],
             self._paces[kind],
             is_host=self._device.is_host,

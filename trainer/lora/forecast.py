@@ -112,7 +112,7 @@ def bracket(
         tokens,
         operations,
         VISITS * base_bytes,
-        step_work(shape, lora),
+        step_work(shape, lora, is_host=device.is_host),
         ceiling,
         pace,
         is_host=device.is_host,
@@ -138,7 +138,8 @@ def bracket_of(
     passing = work.values * pace.value_seconds
     # What is compiled asks for less and passes less, and how much less is not known.
     most = [computing, copying] if is_compiled else [computing, copying, HALF * calling]
-    least = computing / HALF + LEAST_CALLS * calling + passing + copying
+    asking = calling if is_compiled else LEAST_CALLS * calling
+    least = computing / HALF + asking + passing + copying
     if is_host:
         beside = 0.0 if is_compiled else calling + HALF * passing
         most = [computing + beside, copying]

@@ -67,8 +67,8 @@ def _storage(tensor: Tensor) -> int:
     return found
 
 
-def step_work(shape: StepShape, lora: LoraSettings) -> StepWork:
-    """Count the work of a step."""
+def step_work(shape: StepShape, lora: LoraSettings, *, is_host: bool) -> StepWork:
+    """Count the work of a step; a device's fused kernels of attention keep scores to themselves."""
     model, tokens = shape.model, shape.micro_batch_size * shape.seq_len
     options = replace(
         shape.options,
@@ -82,9 +82,10 @@ def step_work(shape: StepShape, lora: LoraSettings) -> StepWork:
     counted = carried_on(whole, model.num_layers, shape.accumulation, partial(_counted, lora=lora))
     chunks = math.ceil(tokens / shape.options.lm_head_chunk_tokens)
     scores = model.num_layers * model.num_heads * tokens * shape.seq_len * shape.accumulation
+    passed = PASSES_OF_SCORES if is_host or options.dtype == "fp32" else 0
     return StepWork(
         calls=counted["calls"] + (chunks - 1) * counted["head"],
-        values=counted["values"] + PASSES_OF_SCORES * scores,
+        values=counted["values"] + passed * scores,
     )
 
 

@@ -85,7 +85,7 @@ def test_the_bracket_holds_what_small_steps_took(taken: Taken, way: str) -> None
     tokens = taken.rows * taken.tokens * taken.batches
     each = token_operations(taken.model, lora, taken.tokens, activations)
     pace = Pace(call_seconds=CALL_SECONDS[quant], value_seconds=VALUE_SECONDS)
-    given = (tokens, each * tokens, 0.0, step_work(shape, lora), RATES)
+    given = (tokens, each * tokens, 0.0, step_work(shape, lora, is_host=True), RATES)
     how = {"is_host": True, "is_compiled": False}
     found = bracket_of(*given, pace, **how)
     assert found.least < rate < found.most
