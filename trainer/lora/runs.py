@@ -54,8 +54,9 @@ class Bodies:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Runs:
-    """adapters, sizes: stage and name of every adapter, and its elements, in their order.
+    """All that a step updates.
 
+    adapters, sizes: stage and name of every adapter, and its elements, in their order.
     state_places: for each kind of state, where each adapter's is among all state.
     """
 
