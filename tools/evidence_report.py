@@ -89,11 +89,11 @@ class Records:
         return {int(step): d for line in lines for step, d in line["digests"].items()}
 
 
-def learning(records: Records) -> Iterator[str]:
-    """Tell the main run: held-out loss by step, and how long it took."""
-    steps = records.of("main", "step")
+def learning(records: Records, part: str = "main") -> Iterator[str]:
+    """Tell a run of many steps: held-out loss by step, and how long it took."""
+    steps = records.of(part, "step")
     if not steps:
-        yield "main: not measured"
+        yield f"{part}: not measured"
         return
     yield "| step | tokens seen | training loss, last 20 | held-out loss |"
     yield "|---:|---:|---:|---:|"
@@ -347,6 +347,7 @@ def main(words: Sequence[str] | None = None) -> int:
         ("killed", persistence(records)),
         *((part, arms(records, part)) for part in ("rates", "ablations", "hot", "brisk", "probe")),
         ("the search at small scale", searched(records)),
+        ("the long run", learning(records, "long")),
         ("the source's 291 M run", source_table(records)),
         ("sizes", sizes(records)),
         ("texts", texts(records)),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tools.evidence_long import exports, long_arm
+from tools.evidence_long import WARMUP_STEPS, exports, long_arm, steps_in
 from tools.evidence_mixtures import MIXTURES, distinct, halves, make_set, sample
 from tools.evidence_recipes import Scale, fields_of, step_tokens, words_of
 from tools.evidence_report import Records, searched
@@ -132,7 +132,7 @@ def test_a_setting_changes_only_for_more_than_the_margin() -> None:
 
 
 def test_the_last_snapshots_are_averaged_and_the_best_step_is_packed() -> None:
-    arm = long_arm(Scale())
+    arm = long_arm(Scale(), 1250)
     lines: list[dict[str, Any]] = [{"step": step} for step in range(1, 1050)]
     lines[249]["validation_loss"], lines[749]["validation_loss"] = 2.0, 2.5
     plain, *means = exports(lines, arm, Path("store"), Path("report"))
@@ -143,6 +143,15 @@ def test_the_last_snapshots_are_averaged_and_the_best_step_is_packed() -> None:
     assert arm.steps * step_tokens(arm.flags) == (
         arm.flags["warmup-tokens"] + arm.flags["decay-tokens"]
     )
+
+
+def test_the_long_runs_length_changes_nothing_in_its_warm_up() -> None:
+    probe, arm = (long_arm(Scale(), steps).flags for steps in (0, 4000))
+    unlike = {name for name in arm if arm[name] != probe[name]}
+    assert unlike <= {"decay-tokens", "validate-every"}
+    assert steps_in(100, 400.0, 0.1) == 3750
+    assert steps_in(100, 400.0, 0.1) * 0.1 < 400.0 + 100 * 0.1
+    assert steps_in(0, 0.0, 1.0) == 2 * WARMUP_STEPS, "a fall has at least one step"
 
 
 def test_the_search_is_told_by_its_lowest_loss(tmp_path: Path) -> None:
