@@ -157,6 +157,7 @@ class Trained:
         self._device.captured_bytes = 0
         torch.compiler.reset()
         gc.collect()
+        self._device.drop_workspaces()  # a run has none of another one's threads and streams
         self._device.forget_peak()
 
     @property
