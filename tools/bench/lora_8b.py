@@ -39,6 +39,7 @@ from trainer.device import Device
 from trainer.lora import nf4
 from trainer.lora.engine import AdapterEngine
 from trainer.lora.walk import predicted_adapter_phases
+from trainer.model import layers
 from trainer.model.config import ModelConfig
 from trainer.model.stages import Stage, build_stages
 from trainer.model.stored import write_model
@@ -225,6 +226,7 @@ def measured(arguments: argparse.Namespace, root: Path, index: int, case: Case) 
     before = measure(torch.bfloat16, device).matmul_flops_per_second
     tokens = case.seq_len * case.rows
     matched = [matched_rate(arguments.geometry, tokens, device)]
+    layers.rotary_angles.cache_clear()  # tables of the case before are not this one's
     with ExitStack() as stack:
         began = time.perf_counter()
         product = Product(stack, given_of(arguments, root, index, case))

@@ -24,6 +24,7 @@ from trainer.lora.slots import Lease
 from trainer.lora.stages import AdaptedStage, adapted, leased
 from trainer.lora.targets import linear_modules
 from trainer.lora.work import block_calls
+from trainer.model import layers
 from trainer.model.adapter_settings import LoraSettings
 from trainer.model.config import ModelConfig
 from trainer.model.stages import Block, build_trunk
@@ -74,6 +75,7 @@ def measure_pace(shape: StepShape, lora: LoraSettings, device: Device) -> Pace:
         call_seconds=seconds / block_calls(visited, small), value_seconds=_value_seconds(device)
     )
     device.drop_workspaces()  # of autograd's thread, which a step may have no use for
+    layers.rotary_angles.cache_clear()  # a step has no use for the small block's tables
     return found
 
 

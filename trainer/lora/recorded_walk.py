@@ -34,9 +34,8 @@ from trainer.vram_trace import META, FusedAttention, MemoryTrace
 # cuBLAS keeps one for each stream that it computes in, and for each thread: recordings have a
 # stream, and where nothing goes through autograd its thread has none.
 WORKSPACE_BYTES = 32 << 20
-# What kernels were seen to hold beyond what is walked through: up to 5 of 319 MB, attention's where
-# its way back is made in parts.
-MARGIN_BYTES, MARGIN_SHARE = 1 << 20, 64
+# What was seen is what is walked through, or some KiB less; attention in parts may hold more.
+MARGIN_BYTES = 1 << 20
 FORWARD, BACKWARD = "forward block", "backward block"
 BEHIND_HEAD = ("backward", "update")
 
@@ -72,8 +71,7 @@ def with_recordings(
     if not shape.options.compile_blocks or not is_worth_recording(block, tokens):
         return dict(phases)
     held = _Walk(adapted(block, lora), shape, trace_of()).held()
-    margin = MARGIN_BYTES + held.recorded // MARGIN_SHARE
-    lasting = held.recorded + margin + held.places + held.kept
+    lasting = held.recorded + MARGIN_BYTES + held.places + held.kept
     if not compiled_head.takes(build_head(shape.model)):
         lasting += WORKSPACE_BYTES
     found = {phase: size + lasting for phase, size in phases.items()}
