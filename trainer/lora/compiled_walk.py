@@ -33,6 +33,8 @@ from trainer.vram_trace import (
 Named = Mapping[str, Tensor]
 # Each takes the least that the allocator gives.
 LASTING_NUMBERS = 4
+# Groups whose sum the compiler was seen to write over one of what it adds up, on a device.
+WRITTEN_OVER = (INPUTS, LAST)
 
 
 class WalkedBlocks(CompiledAdapted):
@@ -214,7 +216,8 @@ class WalkedPieces(Pieces):
         held = [torch.empty_like(x) for _ in group.modules[:ways]]
         adapted = self._adapted(group, leaves)
         if adapted and self._in_parts(x):
-            held += [torch.empty_like(x), self._gone_through(adapted, leaves, x)]
+            held += [] if group in WRITTEN_OVER else [torch.empty_like(x)]
+            held.append(self._gone_through(adapted, leaves, x))
             adapted = []
         lows = []
         for module in adapted:
