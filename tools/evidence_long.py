@@ -25,7 +25,7 @@ from tools.evidence_search import Recipe, recipe_flags
 
 # What the search found, carried over. Rate: 2.4e-3 at a width of 320 falls with it to 1e-3 of 768.
 # Decay: the search has its best near 1 in 1,280 steps and near 2 in 2,560 of half the rows.
-# Rows: at 32 a step is bound by the link to the host, and a fifth of the tokens would be lost.
+# Rows: at 32 a step would be bound by the link to the host: a fifth fewer tokens, by estimate.
 LONG = Recipe(weight_decay=1.6, rate=1.2e-3, mixture="steep", batch_rows=64, schedule="linear to 0")
 WARMUP_STEPS = 250
 # Of the warm-up: so many steps are made to see how long one takes, of which the last half counts.

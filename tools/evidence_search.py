@@ -1,8 +1,8 @@
-"""The search at small scale: a tenth of the rows met as often as the long run meets all of them.
+"""The search at small scale: a tenth of the rows, met twice by the mixture of the long run.
 
 Owns the recipes that are tried, the rounds in which they are, and the choice between them. A model
-of a ninth of the parameters trains on a tenth of the rows and of the tokens, so that it overfits as
-the large one would. A round changes one setting at a time of the best recipe so far; then every
+of a ninth of the parameters trains on a tenth of the rows, so that it overfits as
+the large one would, or somewhat sooner. A round changes one setting at a time of the best recipe so far; then every
 setting takes its best value, where that lowers held-out loss by more than MARGIN. Only the half of
 the held-out text that chooses is measured. Knows nothing of the long run's own flags, beyond how a
 recipe is carried over to it.
