@@ -18,6 +18,7 @@ from tools.bench.lora_grid import QV, SMALL, cases
 from trainer.device import ALLOCATOR_SETTINGS, Device
 from trainer.lora.exact_trace import ExactTrace, exact_bytes
 from trainer.lora.need import OVER_AT_MOST, adapter_need
+from trainer.lora.recorded import SWITCH
 from trainer.lora.residency import MARGIN_BYTES
 from trainer.lora.stages import adapted
 from trainer.lora.update_walk import walk_update
@@ -47,6 +48,20 @@ TAKEN = {
     "wide, on the host 4 x 2048": (2_691_918_336, 3_169_005_568, 2_970_868_736),
 }
 
+# The most that a step with compiled blocks took, its recordings included, and without any.
+RECORDED = {
+    "compiled 4 x 512": 346_395_136,
+    "compiled, all linear 4 x 512": 376_025_600,
+    "compiled, attention kept, on the host 4 x 2048": 797_985_792,
+}
+UNRECORDED = {
+    "compiled 1 x 128": 171_461_120,
+    "compiled 1 x 8192": 735_560_192,
+    "compiled 16 x 2048": 1_653_801_472,
+    "compiled, wide, attention kept, on the host 4 x 2048": 2_962_583_040,
+}
+OVER_MAX = 1.01
+
 
 def shape_of(rows: int, tokens: int, **changes: Any) -> StepShape:
     options = EngineOptions(**{"dtype": "bf16", "lm_head_chunk_tokens": 1024, **changes})
@@ -60,6 +75,16 @@ def test_every_byte_is_foretold(name: str) -> None:
     case = next(each for each in cases(SMALL) if each.name == name)
     found = predicted_adapter_phases(case.shape, case.lora, is_host=False)
     assert (found["forward block"], found["head"], found["backward block"]) == TAKEN[name]
+
+
+@pytest.mark.parametrize("name", [*RECORDED, *UNRECORDED])
+def test_compiled_steps_are_foretold(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_recorded = name in RECORDED
+    monkeypatch.setenv(SWITCH, "1" if is_recorded else "0")
+    taken = RECORDED[name] if is_recorded else UNRECORDED[name]
+    case = next(each for each in cases(SMALL) if each.name == name)
+    found = predicted_adapter_phases(case.shape, case.lora, is_host=False)
+    assert taken <= max(found.values()) <= OVER_MAX * taken
 
 
 def test_a_tied_head_has_memory_of_its_own_too() -> None:
