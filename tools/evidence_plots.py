@@ -233,8 +233,10 @@ def main(words: Sequence[str]) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     lines = [json.loads(line) for line in Path(words[0]).read_text().splitlines()]
+    folder = Path(words[1])
+    folder.mkdir(parents=True, exist_ok=True)
     for plot in plots(lines):
-        path = Path(words[1]) / f"{plot.name}.svg"
+        path = folder / f"{plot.name}.svg"
         path.write_text(drawn(plot))
         print(path)
     return 0
