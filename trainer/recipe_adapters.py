@@ -10,19 +10,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.errors import InputError
+from trainer.lora.targets import meaning, named_once
+from trainer.model.config import ModelConfig
+from trainer.model.stages import build_trunk
 from trainer.recipe import LORA_FIELDS, flag_of
 
 # `base_quant` is checked with the recipe: its default may be spelled out.
 _OF_ADAPTERS = ("lora_alpha", "lora_targets", "lora_dropout")
 
 
-def lora_given(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Give the fields of the recipe that these flags set."""
+def lora_given(given: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
+    """Give the fields of the recipe that these flags set; each module is named once."""
     chosen = {name: given[name] for name in LORA_FIELDS if name in given}
     if isinstance(chosen.get("lora_targets"), str):
-        chosen["lora_targets"] = tuple(
-            part.strip() for part in chosen["lora_targets"].split(",") if part.strip()
-        )
+        names = [part.strip() for part in chosen["lora_targets"].split(",")]
+        chosen["lora_targets"] = named_once(build_trunk(model), [each for each in names if each])
     if chosen.get("lora_rank"):  # compiled only where that is asked for
         chosen["compile_blocks"] = bool(given.get("compile_blocks"))
     return chosen
@@ -36,6 +38,14 @@ def refuse_lone(given: Mapping[str, Any], rank: int, remedy: str) -> None:
             f"{lone[0]} is for adapters, and without --lora-rank all weights are trained: {remedy},"
             f" or leave {' and '.join(lone)} out"
         )
+
+
+def means_the_same(model: ModelConfig, name: str, one: Any, other: Any) -> bool:
+    """Say whether two values of a field are the same; targets are, where their modules are."""
+    if name != "lora_targets" or one == other:
+        return bool(one == other)
+    trunk = build_trunk(model)
+    return meaning(trunk, one) == meaning(trunk, other)
 
 
 def another_run(*, of_import: bool) -> str:

@@ -17,7 +17,7 @@ from trainer.errors import InputError
 from trainer.model.config import ModelConfig
 from trainer.model.presets import preset
 from trainer.recipe import LORA_FIELDS, Recipe, Settings, flag_of
-from trainer.recipe_adapters import another_run, as_typed, lora_given, refuse_lone
+from trainer.recipe_adapters import another_run, as_typed, lora_given, means_the_same, refuse_lone
 from trainer.recipe_flags import FLAGS, Scope, fields_of
 from trainer.sizes import size_of
 
@@ -198,10 +198,11 @@ def new_run(
     defaults = PRESET_TRAINING.get(given.get("preset", ""), {})
     chosen = {**defaults, **given}
     training = _training_given(chosen)
+    model = model or new_model(given, data.end_of_text_id)
     recipe = Recipe(
         **training
         | {
-            "model": model or new_model(given, data.end_of_text_id),
+            "model": model,
             "data_digest": data.digest,
             "records_apart": data.records_apart,
             "seq_len": data.seq_len,
@@ -209,7 +210,7 @@ def new_run(
             "device": device,
             "threads": threads,
             "compile_blocks": given.get("compile_blocks", device.startswith("cuda")),
-            **lora_given(given),
+            **lora_given(given, model),
         }
     )
     return recipe, Settings(**settings_given(chosen))
@@ -285,9 +286,9 @@ def _refuse_fixed_changes(recipe: Recipe, settings: Settings, given: Given, else
     stored |= {"seed": recipe.seed, "seq_len": recipe.seq_len, "preset": settings.preset}
     # These decide what the stored shards hold.
     stored |= {name: getattr(recipe, name) for name in ("lora_rank", *_FORMS, *sorted(LORA_FIELDS))}
-    given = {**given, **lora_given(given)}
+    given = {**given, **lora_given(given, recipe.model)}
     for name, value in stored.items():
-        if name in given and given[name] != value:
+        if name in given and not means_the_same(recipe.model, name, given[name], value):
             raise InputError(
                 f"{flag_of(name)} {as_typed(given[name])} was given, but this run began with"
                 f" {as_typed(value)}: leave the flag out, or {elsewhere}"

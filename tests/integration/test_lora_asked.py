@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from trainer.found import find_run
 from trainer.inputs import check_beside_import, open_inputs
 from trainer.model.stored import read_model
 from trainer.plan import Plan, make_plan
+from trainer.recipe_build import resumed_run
 
 SIZE = 300
 
@@ -155,3 +157,29 @@ def test_a_tokenizer_that_is_gone_is_a_warning(store: Path, tmp_path: Path) -> N
     assert notes(None) == notes((tmp_path / "own.json").read_bytes()) == []
     [warning] = notes(byte_tokenizer(SIZE))
     assert "is not known" in warning
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored"),
+    [
+        ("q_proj,q_proj", "q_proj"),
+        ("q_proj,self_attn.q_proj,v_proj", "q_proj,v_proj"),
+        ("k_proj,all-linear", "all-linear"),
+    ],
+)
+def test_a_module_is_named_once(asked: str, stored: str, store: Path, data: Path) -> None:
+    found = plan(store, data, lora_rank=2, lora_targets=asked).recipe
+    assert found == plan(store, data, lora_rank=2, lora_targets=stored).recipe
+    assert found.lora_targets == tuple(stored.split(","))
+
+
+def test_a_run_goes_on_whichever_way_its_targets_are_named(store: Path, data: Path) -> None:
+    one = plan(store, data, lora_rank=2, lora_targets="q_proj,v_proj")
+    for stored in (("q_proj", "v_proj"), ("v_proj", "q_proj", "q_proj")):
+        recipe = replace(one.recipe, lora_targets=stored)
+        for given in ("q_proj,v_proj", "v_proj,self_attn.q_proj,v_proj"):
+            again, _ = resumed_run(recipe, one.settings, {"lora_targets": given}, device=None)
+            assert again == recipe  # what is stored stays as it is
+        for other in ("q_proj", "q_proj,v_proj,k_proj", "q_proj,v_proj,nothing"):
+            with pytest.raises(InputError, match="this run began with"):
+                resumed_run(recipe, one.settings, {"lora_targets": other}, device=None)

@@ -50,4 +50,9 @@ class LoraSettings:
         """Say whether the module `self_attn.q_proj` gets an adapter."""
         if ALL_LINEAR in self.targets:
             return True
-        return any(module == name or module.endswith("." + name) for name in self.targets)
+        return any(is_called(module, name) for name in self.targets)
+
+
+def is_called(module: str, name: str) -> bool:
+    """Say whether a target names the module: `self_attn.q_proj` by itself, or by its end."""
+    return module == name or module.endswith("." + name)
