@@ -48,6 +48,15 @@ def means_the_same(model: ModelConfig, name: str, one: Any, other: Any) -> bool:
     return meaning(trunk, one) == meaning(trunk, other)
 
 
+def refuse_uncompiled(given: Mapping[str, Any], model: ModelConfig) -> None:
+    """Refuse to compile blocks where none would be: layers of transformers run as they are."""
+    if given.get("compile_blocks") and model.hf_config:
+        raise InputError(
+            "--compile-blocks: this import's layers are those of transformers, and only native"
+            " blocks are compiled: leave it out"
+        )
+
+
 def another_run(*, of_import: bool) -> str:
     """Say where a run with other settings may begin, to somebody whose run has its own."""
     if of_import:

@@ -17,7 +17,14 @@ from trainer.errors import InputError
 from trainer.model.config import ModelConfig
 from trainer.model.presets import preset
 from trainer.recipe import LORA_FIELDS, Recipe, Settings, flag_of
-from trainer.recipe_adapters import another_run, as_typed, lora_given, means_the_same, refuse_lone
+from trainer.recipe_adapters import (
+    another_run,
+    as_typed,
+    lora_given,
+    means_the_same,
+    refuse_lone,
+    refuse_uncompiled,
+)
 from trainer.recipe_flags import FLAGS, Scope, fields_of
 from trainer.sizes import size_of
 
@@ -199,6 +206,7 @@ def new_run(
     chosen = {**defaults, **given}
     training = _training_given(chosen)
     model = model or new_model(given, data.end_of_text_id)
+    refuse_uncompiled(given, model)
     recipe = Recipe(
         **training
         | {
@@ -229,6 +237,8 @@ def resumed_run(
     of_import: the run began with an imported model, so another may begin beside it.
     """
     _refuse_fixed_changes(recipe, settings, given, another_run(of_import=of_import))
+    if not recipe.compile_blocks:
+        refuse_uncompiled(given, recipe.model)
     training = _training_given(given)
     if device is not None:
         training["device"] = device

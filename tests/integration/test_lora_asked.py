@@ -183,3 +183,37 @@ def test_a_run_goes_on_whichever_way_its_targets_are_named(store: Path, data: Pa
         for other in ("q_proj", "q_proj,v_proj,k_proj", "q_proj,v_proj,nothing"):
             with pytest.raises(InputError, match="this run began with"):
                 resumed_run(recipe, one.settings, {"lora_targets": other}, device=None)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"activations": "keep"}, "--activations keep: .*compiled blocks keep what attention gave"),
+        ({"lora_dropout": 0.5}, "--compile-blocks: compiled blocks know no --lora-dropout"),
+    ],
+)
+def test_compiled_blocks_refuse_what_they_do_not_know(
+    more: dict[str, Any], words: str, store: Path, data: Path
+) -> None:
+    with pytest.raises(InputError, match=words):
+        plan(store, data, lora_rank=2, compile_blocks=True, **more)
+    assert plan(store, data, lora_rank=2, compile_blocks=True).recipe.compile_blocks
+
+
+def test_layers_of_transformers_are_not_said_to_be_compiled(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = write_package(tmp_path / "package", config_of("phi3"))
+    import_here(package, tmp_path / "store")
+    asked = {"lora_rank": 2, "lora_targets": "qkv_proj"}
+    begun = plan(tmp_path / "store", data, **asked)
+    common = ("--store", str(tmp_path / "store"), "--data-dir", str(data / "train"))
+    flags = ("--device", "cpu", "--lora-rank", "2", "--lora-targets", "qkv_proj")
+    assert train_here([*common, *flags, "--compile-blocks", "--dry-run"]) == InputError.exit_code
+    assert "only native blocks are compiled: leave it out" in capsys.readouterr().err
+    with pytest.raises(InputError, match="--compile-blocks"):
+        resumed_run(begun.recipe, begun.settings, {"compile_blocks": True}, device=None)
+    # A run that was stored so, before this was refused, goes on.
+    stored = replace(begun.recipe, compile_blocks=True)
+    again, _ = resumed_run(stored, begun.settings, {"compile_blocks": True}, device=None)
+    assert again == stored

@@ -133,12 +133,8 @@ def test_poisoned_buffers_and_what_is_kept_change_nothing(data: Path, tmp_path: 
         ({"master_weight_dtype": "bf16"}, "adapters are kept in fp32"),
         ({"fit": True, "lora_targets": "qkv_proj"}, "--fit"),
         (
-            {"activations": "keep", "compile_blocks": True, "lora_targets": "qkv_proj"},
-            "--activations keep: .*compiled blocks keep what attention gave",
-        ),
-        (
-            {"compile_blocks": True, "lora_dropout": 0.5, "lora_targets": "qkv_proj"},
-            "--compile-blocks: compiled blocks know no --lora-dropout",
+            {"compile_blocks": True, "lora_targets": "qkv_proj"},
+            "--compile-blocks: this import's layers are those of transformers.* leave it out",
         ),
         ({"lora_rank": 0, "base_quant": "nf4"}, "--base-quant nf4"),
     ],
