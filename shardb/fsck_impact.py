@@ -38,6 +38,15 @@ def digests_of(commit: Commit) -> set[str]:
     return {entry.digest for entry in commit.shards.values()}
 
 
+def branches_with(commits: Collection[str], tables: DictTables) -> list[str]:
+    """The branches that end at one of these commits, or keep one, sorted by name."""
+    return sorted(
+        name
+        for name, row in tables.items("branches")
+        if not {row["head"], *row["retained"]}.isdisjoint(commits)
+    )
+
+
 def object_finding(
     digest: str,
     fault: ObjectFault,
@@ -51,11 +60,6 @@ def object_finding(
     unreadable = with_deltas({digest}, tables)
     hit = [commit for commit in retained if not unreadable.isdisjoint(digests_of(commit))]
     hit_ids = {commit.id for commit in hit}
-    branches = [
-        name
-        for name, row in tables.items("branches")
-        if hit_ids.intersection([row["head"], *row["retained"]])
-    ]
     snapshots = [n for n, row in tables.items("snapshots") if row["commit"] in hit_ids]
     shards = {n for c in hit for n, entry in c.shards.items() if entry.digest in unreadable}
     nearest = nearest_intact(hit, retained, damaged)
@@ -68,7 +72,7 @@ def object_finding(
         expected=fault.expected,
         found=_whose_bytes(fault.found, retained),
         shards=tuple(sorted(shards)),
-        branches=tuple(sorted(branches)),
+        branches=tuple(branches_with(hit_ids, tables)),
         steps=tuple(sorted({commit.step for commit in hit})),
         snapshots=tuple(sorted(snapshots)),
         nearest_intact_step=None if nearest is None else nearest.step,

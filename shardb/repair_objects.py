@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from shardb import refs
 from shardb.errors import NotFoundError, UsageError
 from shardb.filesystem import FileSystem
-from shardb.fsck_impact import digests_of, needed_objects, with_deltas
+from shardb.fsck_impact import branches_with, digests_of, needed_objects, with_deltas
 from shardb.fsck_objects import ObjectFault
 from shardb.listing import listed
 from shardb.records import Commit, ShardEntry
@@ -268,15 +268,18 @@ def _path_of(root: str, digest: str, faults: Mapping[str, ObjectFault]) -> str:
 
 
 def _whose(tables: DictTables, digest: str) -> str:
-    """Which shards of which steps an object is."""
-    found: dict[str, list[int]] = {}
-    for commit in refs.live_commits(tables):
+    """Which shards of which steps an object is, and of which branches if there are several."""
+    found: dict[str, set[int]] = {}
+    commits = [c for c in refs.live_commits(tables) if digest in digests_of(c)]
+    for commit in commits:
         for name, entry in commit.shards.items():
             if entry.digest == digest:
-                found.setdefault(name, []).append(commit.step)
+                found.setdefault(name, set()).add(commit.step)
     if not found:
         return "what others are a difference to"
+    branches = branches_with({commit.id for commit in commits}, tables)
+    where = f" (branches {listed(branches)})" if len(branches) > 1 else ""
     return "; ".join(
-        f"{name} of step{'s' if len(steps) > 1 else ''} {listed(steps)}"
+        f"{name} of step{'s' if len(steps) > 1 else ''} {listed(sorted(steps))}{where}"
         for name, steps in found.items()
     )

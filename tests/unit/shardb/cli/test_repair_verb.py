@@ -8,7 +8,7 @@ from pathlib import Path
 import shardb
 from tests.support import damage as d
 from tests.support.commands import Ask, check_refused
-from tests.support.small_stores import copy_store, fsck, tree
+from tests.support.small_stores import commit_step, copy_store, fsck, tree
 
 
 def test_is_nothing_to_do_said(ask: Ask, run: Path) -> None:
@@ -90,6 +90,18 @@ def test_is_what_nobody_has_said_to_be_missing(ask: Ask, run: Path) -> None:
     assert answer.code == 1
     assert "cannot be mended" in answer.out
     assert "to do it" not in ask("repair", run).out
+
+
+def test_are_steps_told_once_and_branches_by_name(ask: Ask, run: Path, quick_path: Path) -> None:
+    other = copy_store(run, quick_path / "a copy")
+    for root in (run, other):
+        assert ask("branch", root, "second", "--from", "step-6").code == 0
+        with shardb.open(root) as store:
+            commit_step(store, 7, branch="second")
+            commit_step(store, 7)
+    d.remove_object(6, "meta/recipe")(run)
+    said = ask("repair", run, "--from", other).out
+    assert "meta/recipe of steps 2, 6, 7 (branches main, second)" in said
 
 
 def test_are_wrong_calls_refused(ask: Ask, run: Path, tmp_path: Path) -> None:
