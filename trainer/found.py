@@ -28,6 +28,7 @@ from trainer.active_hint import hinted_active
 from trainer.active_relation import Relation, open_active, relation_of
 from trainer.adoption import ImportedModel, read_imported
 from trainer.errors import InputError
+from trainer.model.stored import RECIPE_SHARD, SOURCE_SHARD
 from trainer.recipe_build import Given, settings_given
 from trainer.run_shards import StoredRun, read_stored_run
 from trainer.step_log import last_logged_step, log_folder
@@ -149,10 +150,19 @@ def _check_meta(store: Store, commit: Commit) -> None:
                 raise type(error)(
                     f"{error.path}: this object, the shard {name} of step {commit.step}, is damaged"
                     f" or missing. `shardb repair {shlex.quote(store.root)} --from COPY` puts it"
-                    f" back; a run begun anew with the same flags has the same {META} shards, and"
-                    " so has the same import",
+                    f" back; {_who_else_has(commit, name)}",
                     path=error.path,
                 ) from error
+
+
+def _who_else_has(commit: Commit, name: str) -> str:
+    """Say what can be made again to take a shard from."""
+    anew = f"a run begun anew with the same flags has the same {name}"
+    if SOURCE_SHARD not in commit.shards:
+        return anew
+    if name == RECIPE_SHARD:
+        return f"{anew}; the import that it began with has none"
+    return f"{anew}, and so has the same import"
 
 
 def _resolve_start(store: Store, branch: str, head: Commit | None, from_ref: str) -> Commit:

@@ -21,6 +21,9 @@ from shardb.repair_objects import Wishes
 from shardb.repair_plan import Outcome, Plan
 from shardb.repair_sources import RepairSource, StoreFiles
 
+RECIPE = "meta/recipe"  # what a run was asked for; the other shards of this kind an import has too
+ANEW = "a run begun anew with the same flags has the same meta/ shards"
+
 
 def repair(
     store: StoreArgument = None,
@@ -52,11 +55,11 @@ def repair(
 
     Without --yes nothing is changed. What --from has is restored, and every digest checked:
     objects, and parts of the log if OTHER is a copy of this very store. What nobody has is given
-    up: snapshots are dropped, and branches go back to the nearest commit that is whole. --rewind
-    and --drop limit that to what they name. A damaged log goes on from the newest state that the
-    index, or what is whole behind the damage, still gives; with --cut it ends at the first damaged
-    record. Damaged bytes are kept aside, in wal/ and objects/, under names that begin with
-    `damaged-`. FORMAT and the index are made anew from the log.
+    up: snapshots are dropped, and branches go back to the nearest commit that is whole; but nothing
+    is done where OTHER has nothing of what is damaged (exit code 4). --rewind and --drop limit what
+    is given up to what they name. A damaged log goes on from the newest state that the index, or
+    what is whole behind the damage, still gives; --cut ends it at the first damaged record. Damaged
+    bytes are kept in wal/ and objects/ as `damaged-…`. FORMAT and the index are made anew.
 
     \b
     Examples:
@@ -84,7 +87,7 @@ def repair(
             source=None if from_place is None else _source(root, from_place),
             wishes=wishes,
             reading=Reading(on_progress=lambda told: _show(progress, told)),
-            on_planned=lambda plan: _announce(plan, yes=yes and not json),
+            on_planned=lambda plan: _announce(plan, from_place, wishes, yes=yes, json=json),
             allow_network=allow_network,
         )
     if json:
@@ -109,10 +112,23 @@ def _show(progress: ProgressLine, told: Progress) -> None:
     progress.show_bytes("checking objects", told.bytes, told.bytes_total)
 
 
-def _announce(plan: Plan, *, yes: bool) -> None:
-    """Before anything is done, say what."""
-    if yes:
-        _print_plan(plan, "to do")
+def _announce(plan: Plan, from_place: str | None, wishes: Wishes, *, yes: bool, json: bool) -> None:
+    """Before anything is done, say what; give nothing up for a store that helps with nothing."""
+    chosen = wishes.chosen or wishes.cut
+    is_refused = yes and from_place is not None and not chosen and _only_gives_up(plan)
+    if yes and not json:
+        _print_plan(plan, "would be done" if is_refused else "to do")
+    if is_refused:
+        if not json:
+            _print_sources(plan, has_copy=True)
+        raise NotFoundError(
+            f"--from {from_place}: has nothing of what is damaged here, so nothing was changed;"
+            " leave --from out, or name it with --rewind and --drop, to give up what is lost"
+        )
+
+
+def _only_gives_up(plan: Plan) -> bool:
+    return bool(plan.actions) and all(action.loses is not None for action in plan.actions)
 
 
 def _again(root: str, from_place: str | None, wishes: Wishes) -> str:
@@ -144,8 +160,10 @@ def _print_sources(plan: Plan, *, has_copy: bool) -> None:
     other = "another copy" if has_copy else "a copy"
     print(f"nothing was changed. With {other} of the store, --from COPY may lose less")
     lost = [*(action.loses or "" for action in plan.actions), *(item.why for item in plan.unmended)]
-    if any("meta/" in text for text in lost):
-        print("a run begun anew with the same flags has the same meta/ shards: --from RUN")
+    if any(RECIPE in text for text in lost):
+        print(f"{ANEW}: --from RUN. An import has no {RECIPE}: --from it would lose these steps")
+    elif any("meta/" in text for text in lost):
+        print(f"{ANEW}, and so has the same import: --from RUN")
 
 
 def _print_text(outcome: Outcome, again: str, *, has_copy: bool) -> None:

@@ -5,10 +5,18 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+import pytest
+
 import shardb
 from tests.support import damage as d
 from tests.support.commands import Ask, check_refused
 from tests.support.small_stores import commit_step, copy_store, fsck, tree
+
+
+@pytest.fixture
+def empty(quick_path: Path) -> Path:
+    shardb.open(quick_path / "empty", create=True).close()
+    return quick_path / "empty"
 
 
 def test_is_nothing_to_do_said(ask: Ask, run: Path) -> None:
@@ -90,6 +98,18 @@ def test_is_what_nobody_has_said_to_be_missing(ask: Ask, run: Path) -> None:
     assert answer.code == 1
     assert "cannot be mended" in answer.out
     assert "to do it" not in ask("repair", run).out
+
+
+def test_is_nothing_given_up_for_a_store_that_has_nothing(ask: Ask, run: Path, empty: Path) -> None:
+    d.remove_object(6, "params/a")(run)
+    before = tree(run)
+    answer = ask("repair", run, "--from", empty, "--yes")
+    assert (answer.code, tree(run) == before) == (4, True)
+    assert "lost for good: step 6 of main: params/a cannot be read" in answer.out
+    assert "has nothing of what is damaged here, so nothing was changed" in answer.err
+    assert ask("repair", run, "--from", empty, "--yes", "--json").code == 4
+    assert ask("repair", run, "--yes").code == 1, "without --from it is given up"
+    assert ask("fsck", run).code == 0
 
 
 def test_are_steps_told_once_and_branches_by_name(ask: Ask, run: Path, quick_path: Path) -> None:
