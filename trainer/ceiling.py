@@ -4,7 +4,8 @@ Owns two short measurements, made once a machine and kept beside the step log: t
 matrix products in the run's dtype, and the rate of copying from host memory to where the step
 computes. From them follows the shortest time in which a step's arithmetic could be done or its
 shards be moved, in both directions at once, whichever is longer. Disks are not measured. Knows
-nothing of stores.
+nothing of stores. A measurement made while others used the machine is too low: a step that beats it
+raises it, and the next start measures anew and keeps the higher rates.
 
 Formulas: a decoder's step takes 6 operations a parameter and token, embeddings aside, and
 12 x layers x heads x head width x sequence a token for attention (Chowdhery et al., "PaLM",
@@ -28,6 +29,8 @@ from trainer.model.stages import parameter_count
 from trainer.recipe import Recipe
 
 FILE_NAME = "ceiling.json"
+# Marks rates that a step has beaten.
+BEATEN = "beaten"
 REPEATS = 5
 # A product in a dtype that a processor has no instructions for takes that long by itself.
 LIMIT_SECONDS = 0.1
@@ -50,6 +53,23 @@ class Ceiling:
         )
         return 100 * least_seconds / seconds
 
+    def beaten_by(self, *, flops: float, moved_bytes: float, seconds: float) -> Ceiling:
+        """Give it raised to what a piece of work did, whose least time was longer than it took."""
+        return self.at_least(
+            Ceiling(
+                matmul_flops_per_second=flops / seconds, copy_bytes_per_second=moved_bytes / seconds
+            )
+        )
+
+    def at_least(self, other: Ceiling) -> Ceiling:
+        """Give the higher one of each rate."""
+        return Ceiling(
+            matmul_flops_per_second=max(
+                self.matmul_flops_per_second, other.matmul_flops_per_second
+            ),
+            copy_bytes_per_second=max(self.copy_bytes_per_second, other.copy_bytes_per_second),
+        )
+
 
 def step_flops(recipe: Recipe) -> float:
     """Give the operations that one step needs."""
@@ -61,13 +81,32 @@ def step_flops(recipe: Recipe) -> float:
 
 
 def ceiling_of(recipe: Recipe, dtype: torch.dtype, device: Device, folder: Path) -> Ceiling:
-    """Give what was measured on this machine before, else measure: a tenth of a second."""
-    key = f"{platform.node()} {device.name} {dtype} threads={recipe.threads} {torch.__version__}"
+    """Give what was measured on this machine before, else measure: a tenth of a second.
+
+    It is measured anew where a step has beaten it.
+    """
+    key, known = _key(recipe, dtype, device), _read(folder / FILE_NAME)
+    rates = dict(known.get(key, {}))
+    is_beaten = bool(rates.pop(BEATEN, False))
+    if rates and not is_beaten:
+        return Ceiling(**rates)
+    found = measure(dtype, device)
+    found = found.at_least(Ceiling(**rates)) if rates else found
+    _write(folder / FILE_NAME, known | {key: asdict(found)})
+    return found
+
+
+def keep_beaten(
+    ceiling: Ceiling, recipe: Recipe, dtype: torch.dtype, device: Device, folder: Path
+) -> None:
+    """Keep rates that a step has raised, to be measured anew at the next start."""
     known = _read(folder / FILE_NAME)
-    if key not in known:
-        known[key] = asdict(measure(dtype, device))
-        _write(folder / FILE_NAME, known)
-    return Ceiling(**known[key])
+    rates = asdict(ceiling) | {BEATEN: True}
+    _write(folder / FILE_NAME, known | {_key(recipe, dtype, device): rates})
+
+
+def _key(recipe: Recipe, dtype: torch.dtype, device: Device) -> str:
+    return f"{platform.node()} {device.name} {dtype} threads={recipe.threads} {torch.__version__}"
 
 
 def measure(dtype: torch.dtype, device: Device) -> Ceiling:

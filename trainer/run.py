@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from shardb import Commit, Transaction
 from shardb.errors import ConflictError
 from trainer.adoption import is_import
-from trainer.ceiling import Ceiling
+from trainer.ceiling import Ceiling, keep_beaten
 from trainer.data.batches import batch_at
 from trainer.engine import Engine, StepResult
 from trainer.errors import GradientOverflowError, NonFiniteError, UpdateRejectedError
@@ -98,6 +99,7 @@ class Run:
         )
         self._skips = Skips(plan.settings.max_skipped_steps)
         self._rows_ahead: tuple[int, list[Ids]] | None = None
+        self._has_beaten_ceiling = False
         self._commit_seconds = 0.0  # of the last step: its commit, and pins and copies after it
 
     def is_finished(self) -> bool:
@@ -297,11 +299,37 @@ class Run:
 
     def _ceiling_percent(self, trained: _Trained, seconds: float) -> float:
         """Compare the step, without its validation, with what the machine could do."""
-        return self.ceiling.percent(
-            flops=step_operations(self.plan.recipe, self.plan.budget.activations),
-            moved_bytes=trained.moved_bytes,
-            seconds=seconds - trained.metrics.get("validation_seconds", 0.0),
-        )
+        work = {
+            "flops": step_operations(self.plan.recipe, self.plan.budget.activations),
+            "moved_bytes": float(trained.moved_bytes),
+            "seconds": seconds - trained.metrics.get("validation_seconds", 0.0),
+        }
+        percent = self.ceiling.percent(**work)
+        if percent <= 100:
+            return percent
+        self._raise_ceiling(self.ceiling.beaten_by(**work), percent)
+        return 100.0
+
+    def _raise_ceiling(self, raised: Ceiling, percent: float) -> None:
+        """Raise what was measured too low, say so once, and have the next start measure anew."""
+        self.ceiling = raised
+        engine = self.engine
+        with suppress(OSError):  # it is kept for the next start alone
+            keep_beaten(
+                raised,
+                self.plan.recipe,
+                engine.options.torch_dtype,
+                engine.device,
+                self.logs.folder,
+            )
+        if not self._has_beaten_ceiling:
+            self._has_beaten_ceiling = True
+            self.progress.note(
+                f"a step took less than the least time by this machine's ceiling ({percent:.0f} %"
+                " of it), which was measured too low, as beside other programs: it is raised to"
+                " what steps do, a forecast made of it was too low as well, and the next start"
+                " measures anew"
+            )
 
     def _check_base(self, txn: Transaction) -> None:
         """Refuse to build on a head that this process did not make."""

@@ -14,6 +14,7 @@ import shardb
 from tests.support.exports import byte_tokenizer
 from tests.support.packages import config_of, import_here, write_package
 from tests.support.training import make_data, train_here
+from trainer import ceiling
 from trainer.data.options import PrepareOptions
 from trainer.data.prepare import prepare
 from trainer.errors import InputError
@@ -217,3 +218,27 @@ def test_layers_of_transformers_are_not_said_to_be_compiled(
     stored = replace(begun.recipe, compile_blocks=True)
     again, _ = resumed_run(stored, begun.settings, {"compile_blocks": True}, device=None)
     assert again == stored
+
+
+def test_a_ceiling_that_a_step_beats_is_raised_and_said(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was measured while the machine was busy is not kept for ever."""
+    package = write_package(tmp_path / "package", config_of("llama"))
+    import_here(package, tmp_path / "store")
+    common = ("--store", str(tmp_path / "store"), "--data-dir", str(data / "train"))
+    flags = [*common, "--device", "cpu", "--threads", "1", "--lora-rank", "2", "--max-steps"]
+    assert train_here([*flags, "1"]) == 0
+    assert "measured too low" not in capsys.readouterr().err
+    file = tmp_path / "store" / "logs" / ceiling.FILE_NAME
+    [key] = json.loads(file.read_text())
+    file.write_text(json.dumps({key: dict.fromkeys(json.loads(file.read_text())[key], 1000.0)}))
+    assert train_here([*flags, "3"]) == 0
+    said = capsys.readouterr()
+    assert said.err.count("which was measured too low") == 1
+    lines = [json.loads(line) for line in (file.parent / "steps.jsonl").read_text().splitlines()]
+    assert max(line["ceiling_percent"] for line in lines) <= 100
+    assert json.loads(file.read_text())[key][ceiling.BEATEN]
+    assert train_here([*flags, "4"]) == 0
+    assert "measured too low" not in capsys.readouterr().err
+    assert ceiling.BEATEN not in json.loads(file.read_text())[key]

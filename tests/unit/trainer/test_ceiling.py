@@ -16,6 +16,7 @@ from trainer.ceiling import (
     FILE_NAME,
     Ceiling,
     ceiling_of,
+    keep_beaten,
     measure,
     products_limit_seconds,
     step_flops,
@@ -82,3 +83,26 @@ def test_a_file_that_cannot_be_read_is_measured_anew(tmp_path: Path) -> None:
     found = ceiling_of(RECIPE, torch.float32, Device.from_name("cpu"), tmp_path)
     assert found.matmul_flops_per_second > 0
     assert json.loads((tmp_path / FILE_NAME).read_text())
+
+
+def test_what_a_step_has_beaten_is_raised_and_measured_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = iter((4.0, 7.0, 5.0))
+
+    def busy(dtype: torch.dtype, device: Device) -> Ceiling:
+        return Ceiling(matmul_flops_per_second=next(rates), copy_bytes_per_second=3.0)
+
+    monkeypatch.setattr(ceilings, "measure", busy)
+    where = (RECIPE, torch.float32, Device.from_name("cpu"), tmp_path)
+    low = ceiling_of(*where)
+    work = {"flops": 12.0, "moved_bytes": 2.0, "seconds": 2.0}
+    raised = low.beaten_by(**work)
+    assert low.percent(**work) == 150
+    assert raised == Ceiling(matmul_flops_per_second=6.0, copy_bytes_per_second=3.0)
+    assert raised.percent(**work) == 100
+    keep_beaten(raised, *where)
+    assert ceiling_of(*where).matmul_flops_per_second == 7.0
+    assert ceiling_of(*where).matmul_flops_per_second == 7.0  # not measured a third time
+    keep_beaten(raised, *where)
+    assert ceiling_of(*where).matmul_flops_per_second == 6.0  # measured lower: what was done stays
