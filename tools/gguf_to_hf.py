@@ -55,6 +55,7 @@ def convert(gguf_file: Path, out: Path, *, dtype: str = "bf16", tokenizer: Path 
     from gguf import GGUFReader
     from gguf.quants import dequantize
 
+    _check_places(out, tokenizer)
     reader = GGUFReader(gguf_file)
     config = hf_config(reader, dtype)
     tensors = {}
@@ -74,6 +75,14 @@ def convert(gguf_file: Path, out: Path, *, dtype: str = "bf16", tokenizer: Path 
     (out / "config.json").write_text(json.dumps(config, indent=2))
     if tokenizer is not None:
         (out / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+
+
+def _check_places(out: Path, tokenizer: Path | None) -> None:
+    """Refuse before the work what would end it half done."""
+    if tokenizer is not None and not tokenizer.is_file():
+        raise SystemExit(f"error: --tokenizer {tokenizer}: not a file; give a tokenizer.json")
+    if out.exists():
+        raise SystemExit(f"error: --out {out}: exists; give the name of a folder to be made")
 
 
 def hf_config(reader: Any, dtype: str) -> dict[str, Any]:

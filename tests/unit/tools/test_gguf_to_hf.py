@@ -102,3 +102,16 @@ def test_is_another_architecture_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="gemma"):
         convert(path, tmp_path / "p", tokenizer=None)
     assert not (tmp_path / "p").exists()
+
+
+def test_is_a_wrong_place_refused_before_the_work(tmp_path: Path) -> None:
+    """A folder given as the tokenizer was noticed once the weights were written."""
+    path = write_gguf(tmp_path / "m.gguf", named_tensors()[1])
+    for tokenizer in (tmp_path, tmp_path / "none.json"):
+        with pytest.raises(SystemExit, match=r"not a file; give a tokenizer\.json"):
+            convert(path, tmp_path / "p", tokenizer=tokenizer)
+        assert not (tmp_path / "p").exists()
+    (tmp_path / "kept").mkdir()
+    with pytest.raises(SystemExit, match="kept: exists"):
+        convert(path, tmp_path / "kept", tokenizer=None)
+    assert list((tmp_path / "kept").iterdir()) == []
