@@ -8,7 +8,7 @@ budget is checked by itself and the message names it.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -48,6 +48,8 @@ RUNTIME_BYTES = (800 if torch.version.cuda else 400) << 20
 # Between tensors the C library's heap has holes: a process took up to 3.4 times what its tensors
 # took over the grid of `tools/bench/host_grid.py`, and this is what is above them.
 HEAP_HOLES = 2.5
+# What is kept between the passes, where a flag says so; `auto` looks at what is free.
+ASKED = ("keep", "attention")
 TENSORS, HOLES = "a step's tensors", "holes in the heap between them"
 # The store keeps up to so many bytes of what it wrote last in memory.
 CACHE_BYTES = 1 << 30
@@ -63,6 +65,7 @@ class Budget:
     memory: Mapping[str, int]
     activations: str = "recompute"
     activations_why: str = ""  # beside a frozen base
+    kept_bytes: int = 0  # of memory, for what --activations asks for: without it, they are free
     active_copies: int = 0
     placement: str = "vram"
     placement_why: str = ""
@@ -114,10 +117,27 @@ def budget_of(
         snapshots=(stop // every if every and stop else 0) + settings.snapshot_best,
         memory=_memory(recipe, settings, activations),
         activations=activations,
+        kept_bytes=asked_bytes(settings, lambda kept: _memory(recipe, settings, kept)),
         active_copies=settings.active_copies if settings.active else 0,
         copies=copies,
     )
     return replace(without_disk, memory=with_ram_disk(without_disk, settings, store))
+
+
+def asked_bytes(settings: Settings, memory: Callable[[str], Mapping[str, int]]) -> int:
+    """Give what takes memory because --activations asked for it; memory: by what is kept."""
+    if settings.activations not in ASKED:
+        return 0
+    kept, again = (sum(memory(way).values()) for way in (settings.activations, "recompute"))
+    return max(0, kept - again)
+
+
+def again_remedy(kept_bytes: float, needed_bytes: float, limit_bytes: float) -> str:
+    """Name the flag that was asked for too much, where all would fit without it; else nothing."""
+    without = needed_bytes - kept_bytes
+    if not kept_bytes or without > limit_bytes:
+        return ""
+    return f"give --activations auto or recompute, which needs about {in_bytes(int(without))}, or "
 
 
 def with_ram_disk(budget: Budget, settings: Settings, store: Path | None) -> dict[str, int]:
@@ -233,8 +253,10 @@ def check_memory(budget: Budget) -> str | None:
     )
     if budget.memory_bytes > total_bytes:
         raise InputError(
-            f"{says}; this machine has {in_bytes(total_bytes)}: lower --micro-batch-size,"
-            " --gradient-accumulation-steps or --lm-head-chunk-tokens, or take a smaller model"
+            f"{says}; this machine has {in_bytes(total_bytes)}:"
+            f" {again_remedy(budget.kept_bytes, budget.memory_bytes, total_bytes)}"
+            "lower --micro-batch-size, --gradient-accumulation-steps or --lm-head-chunk-tokens, or"
+            " take a smaller model"
             + (", or a store that is not in memory" if "the RAM disk" in budget.memory else "")
         )
     if budget.memory_bytes > available_bytes:

@@ -8,7 +8,7 @@ a dry run tells all of them, a start raises the first.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ from typing import Any
 from shardb.durations import duration
 from shardb.errors import ShardbError
 from trainer.budget import (
+    ASKED,
     TENSORS,
     Budget,
+    again_remedy,
     check_active_space,
     check_memory,
     check_space,
@@ -44,9 +46,10 @@ from trainer.vram import StepShape
 
 # What a common consumer drive of 1 TB is warranted for.
 DRIVE_BYTES_WRITTEN = 600 * 10**12
+FIT_REMEDY = ", or let --fit choose"
 VRAM_REMEDY = (
-    "lower --micro-batch-size (and raise --gradient-accumulation-steps), --lm-head-chunk-tokens,"
-    " or let --fit choose"
+    "lower --micro-batch-size (and raise --gradient-accumulation-steps), --lm-head-chunk-tokens"
+    + FIT_REMEDY
 )
 
 
@@ -165,7 +168,15 @@ def _vram(device: Device, shape: StepShape, recipe: Recipe, settings: Settings) 
     memory = device.memory_bytes()
     if memory is None:
         return _line("device memory", 0, None, "not used: the run computes on the CPU", "")
-    return vram_line(need_of(shape, recipe.lora, settings), memory[0], vram_budget_of(settings))
+    limit = vram_budget_of(settings)
+    line = vram_line(need_of(shape, recipe.lora, settings), memory[0], limit)
+    if recipe.lora is not None:  # --fit is for whole weights
+        line = replace(line, remedy=line.remedy.removesuffix(FIT_REMEDY))
+    if line.share <= 1 or line.available is None or settings.activations not in ASKED:
+        return line
+    again = replace(shape, options=replace(shape.options, activations="recompute"))
+    kept = line.needed - need_of(again, recipe.lora, settings).most_bytes
+    return replace(line, remedy=again_remedy(kept, line.needed, line.available) + line.remedy)
 
 
 def need_of(shape: StepShape, lora: LoraSettings | None, settings: Settings) -> DeviceNeed:
@@ -199,6 +210,7 @@ def _host_memory(budget: Budget) -> BudgetLine:
     if TENSORS in budget.memory:
         text += f"; the step's tensors take {in_bytes(budget.memory[TENSORS])}"
     remedy = "lower --micro-batch-size, --gradient-accumulation-steps or --lm-head-chunk-tokens"
+    remedy = again_remedy(budget.kept_bytes, budget.memory_bytes, total) + remedy
     return _line("host memory", budget.memory_bytes, total, text, remedy)
 
 
@@ -235,7 +247,8 @@ def _page_locked(
         text += "; what is above it is copied from memory that is not locked, slower"
     # Once, before the first step, and given back.
     needed = min(max(wanted, DEVICE_COPY_BYTES), limit)
-    return _line("page-locked memory", needed, limit, text, "raise --pinned-budget")
+    remedy = again_remedy(budget.kept_bytes if boundaries else 0, wanted, limit)
+    return _line("page-locked memory", needed, limit, text, remedy + "raise --pinned-budget")
 
 
 def _frozen_base(tier: BaseTier | None) -> list[BudgetLine]:

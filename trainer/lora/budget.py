@@ -18,6 +18,7 @@ from trainer.budget import (
     RUNTIME_BYTES,
     TENSORS,
     Budget,
+    asked_bytes,
     forms_of,
     step_shape,
     with_ram_disk,
@@ -80,6 +81,8 @@ def adapter_budget(
     size += left_bytes(recipe, kept)
     found = replace(found, activations=kept, activations_why=kept_why, boundary_bytes=size)
     memory = _memory(recipe, lora, settings, found, kept)
+    more = asked_bytes(settings, lambda way: _memory(recipe, lora, settings, found, way))
+    found = replace(found, kept_bytes=more)
     if stored and _is_host(recipe):
         copied = copied_bytes(recipe, lora, stored)
         if has_room(settings, copied, sum(memory.values())):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 
 from tests.support.adapters import imported_store
 from tests.support.training import make_data
-from trainer.budget import TENSORS, Budget
+from trainer import budget as budgets
+from trainer.budget import TENSORS, Budget, check_memory, step_shape
 from trainer.ceiling import step_flops
 from trainer.device import Device
 from trainer.errors import InputError
@@ -17,8 +19,11 @@ from trainer.found import find_run
 from trainer.lora import kept_way as choosing
 from trainer.lora.budget import adapter_budget
 from trainer.lora.forecast import step_operations
+from trainer.lora.need import adapter_need
 from trainer.placement_choice import BOUNDARIES
 from trainer.plan import Plan, make_plan
+from trainer.preflight import preflight
+from trainer.sizes import in_bytes
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +61,9 @@ def test_memory_decides_and_a_dry_run_says_why(
     assert plan_of(asked).budget.activations == "recompute"
     assert "over half" in plan_of(asked).budget.activations_why
     assert plan_of(asked, activations="keep").budget == replace(
-        kept, activations_why="asked for by --activations"
+        kept,
+        activations_why="asked for by --activations",
+        kept_bytes=kept.memory_bytes - again.memory_bytes,
     )
 
 
@@ -78,6 +85,63 @@ def test_a_device_keeps_what_its_budget_has_room_for(
     assert few[0] == "recompute"
     assert "of --vram-budget 35.65 MB" in few[1]
     assert way(vram_budget="4GiB", activation_placement="host")[0] == "recompute"
+
+
+def test_who_asks_to_keep_too_much_is_told_which_flag_it_is(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = plan_of(asked, activations="keep").budget
+    again = plan_of(asked, activations="recompute").budget
+    rank = {**asked, "lora_rank": 0}  # the same of whole weights
+    for one, other in (
+        (kept, again),
+        (plan_of(rank, activations="keep").budget, plan_of(rank, activations="recompute").budget),
+    ):
+        room = (one.memory_bytes + other.memory_bytes) // 2
+        monkeypatch.setattr(budgets, "machine_memory", lambda room=room: (room, room))
+        needs = in_bytes(other.memory_bytes)
+        flag = f"give --activations auto or recompute, which needs about {needs}"
+        with pytest.raises(InputError, match=f": {re.escape(flag)}, or lower --micro-batch-size"):
+            check_memory(one)
+        # It is no remedy where that does not fit either, nor where nobody asked.
+        monkeypatch.setattr(budgets, "machine_memory", lambda: (1 << 20, 1 << 20))
+        for budget in (one, other):
+            with pytest.raises(InputError, match=r": lower --micro-batch-size") as refused:
+                check_memory(budget)
+            assert "--activations" not in refused.value.message
+
+
+def test_lines_of_the_preflight_name_the_flag_too(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(asked, compile_blocks=True)
+    recipe = replace(plan.recipe, gradient_accumulation_steps=4)
+    assert recipe.lora is not None
+    monkeypatch.setattr(Device, "is_host", False)
+    monkeypatch.setattr(Device, "memory_bytes", lambda _: (1 << 40, 1 << 40))
+
+    def remedies(activations: str, **more: Any) -> dict[str, str]:
+        assert recipe.lora is not None
+        settings = replace(plan.settings, activations=activations, **more)
+        budget = adapter_budget(recipe, recipe.lora, settings, plan.store, copies=2)
+        lines = preflight(recipe, settings, budget, plan.store)
+        return {line.name: line.remedy for line in lines}
+
+    flag = "give --activations auto or recompute"
+    away = {"activation_placement": "host"}
+    for name in ("host memory", "page-locked memory"):
+        assert remedies("attention", **away)[name].startswith(flag)
+        for way in ("auto", "recompute"):
+            assert flag not in remedies(way, **away)[name]
+    few = remedies("attention", **away, pinned_budget="1KiB")["page-locked memory"]
+    assert few == "raise --pinned-budget"
+    shape = step_shape(recipe, plan.settings, "recompute")
+    free = adapter_need(shape, recipe.lora, None).most_bytes
+    monkeypatch.setattr(Device, "memory_bytes", lambda _: (free, free))
+    assert remedies("attention")["device memory"].startswith(f"{flag}, which needs about")
+    monkeypatch.setattr(Device, "memory_bytes", lambda _: (free - 1, free))
+    assert remedies("attention")["device memory"].startswith("lower --micro-batch-size")
+    assert "--fit" not in remedies("attention")["device memory"]
 
 
 def test_what_is_for_compiled_blocks_is_refused(asked: dict[str, Any]) -> None:
