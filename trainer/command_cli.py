@@ -15,10 +15,9 @@ import typer
 
 from shardb.errors import EXIT_CODES, ShardbError
 from shardb.storage_errors import ADVICE, FULL
-from trainer.ending_signals import ending_signals
+from trainer.ending_signals import INTERRUPTED, ending_signals
 from trainer.help_cli import GroupedCommand
 
-INTERRUPTED = 130
 # What a machine refuses, not what was typed: of a missing file or a right the user is told with 2.
 _MACHINE = (
     errno.EIO,

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 AGAIN_SECONDS = 0.01
+INTERRUPTED = 130
 TERMINATED = 143
 
 
@@ -38,6 +39,7 @@ def ending_signals() -> Iterator[None]:
     }
     try:
         yield
+        ending.look()  # the alarm may not have come yet
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in earlier.items():

@@ -20,12 +20,14 @@ MAY_IMPORT = {
     "trainer": ("trainer", "shardb"),
     "export": (
         *("export", "shardb", "trainer.model", "trainer.errors", "trainer.command_cli"),
+        "trainer.entry_cli",
         "trainer.sizes",  # so that every command reads sizes alike
     ),
     "serve": (
         *("serve", "shardb", "trainer.model", "trainer.device"),
         # What a server shows of a run is what its report shows.
         *("trainer.errors", "trainer.command_cli", "trainer.report_html_data", "trainer.sizes"),
+        "trainer.entry_cli",
         "trainer.data.chat_environment",  # a model is asked as it was taught
     ),
     "tools": ("tools", "shardb", "trainer", "export", "serve", "tests.support"),
