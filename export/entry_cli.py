@@ -7,22 +7,30 @@ from __future__ import annotations
 
 from trainer.entry_cli import begin
 
+# What a command is, and where.
+MODULES = {
+    "export-gguf": "export.gguf_cli",
+    "export-hf": "export.hf_cli",
+    "import-hf": "export.import_cli",
+    "model-doctor": "export.doctor_cli",
+}
+
 
 def export_gguf() -> None:
     """Be the command `export-gguf`."""
-    begin("export.gguf_cli")
+    begin(MODULES["export-gguf"])
 
 
 def export_hf() -> None:
     """Be the command `export-hf`."""
-    begin("export.hf_cli")
+    begin(MODULES["export-hf"])
 
 
 def import_hf() -> None:
     """Be the command `import-hf`."""
-    begin("export.import_cli")
+    begin(MODULES["import-hf"])
 
 
 def model_doctor() -> None:
     """Be the command `model-doctor`."""
-    begin("export.doctor_cli")
+    begin(MODULES["model-doctor"])

@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from trainer.entry_cli import begin
 
+# What a command is, and where.
+MODULES = {
+    "serve": "serve.cli",
+}
+
 
 def serve() -> None:
     """Be the command `serve`."""
-    begin("serve.cli")
+    begin(MODULES["serve"])

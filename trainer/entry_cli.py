@@ -12,6 +12,15 @@ from importlib import import_module
 
 from trainer.ending_signals import INTERRUPTED, ending_signals
 
+# What a command is, and where.
+MODULES = {
+    "shardb": "shardb.cli",
+    "train": "trainer.cli",
+    "train-data": "trainer.data_cli",
+    "train-generate": "trainer.generate_cli",
+    "train-report": "trainer.report_cli",
+}
+
 
 def begin(module: str) -> None:
     """Import a command and be it; an interrupt is one line and 130, whenever it comes."""
@@ -26,24 +35,24 @@ def begin(module: str) -> None:
 
 def shardb() -> None:
     """Be the command `shardb`."""
-    begin("shardb.cli")
+    begin(MODULES["shardb"])
 
 
 def train() -> None:
     """Be the command `train`."""
-    begin("trainer.cli")
+    begin(MODULES["train"])
 
 
 def train_data() -> None:
     """Be the command `train-data`."""
-    begin("trainer.data_cli")
+    begin(MODULES["train-data"])
 
 
 def train_generate() -> None:
     """Be the command `train-generate`."""
-    begin("trainer.generate_cli")
+    begin(MODULES["train-generate"])
 
 
 def train_report() -> None:
     """Be the command `train-report`."""
-    begin("trainer.report_cli")
+    begin(MODULES["train-report"])

@@ -105,7 +105,8 @@ def flags_of_commands() -> Flags:
     scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
     found = {}
     for name, place in scripts.items():
-        found[name] = _options(_app_of(importlib.import_module(place.split(":")[0])))
+        begins = importlib.import_module(place.split(":")[0])
+        found[name] = _options(_app_of(importlib.import_module(begins.MODULES[name])))
     from shardb.cli import app
 
     group: Any = typer.main.get_command(app)
