@@ -69,8 +69,8 @@ def check_ids(
     needed = int(wide.max()) + 1
     raise InputError(
         f"{where} holds token id {token_id:,}, but the vocabulary has {limit:,} ids "
-        f"(0 to {limit - 1:,}); set --vocab-size to at least {needed:,} or prepare the data "
-        "with the model's tokenizer"
+        f"(0 to {limit - 1:,}); prepare the data with the model's tokenizer, or, for a model that "
+        f"is begun anew and not imported, set --vocab-size to at least {needed:,}"
     )
 
 
