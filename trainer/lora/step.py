@@ -103,8 +103,7 @@ class AdapterPass(GradientPass):
                 found.append(self._measured(ready))
                 self.shard_norms[stage.name] = total_norm([self.norms[stage.name]])
         total_of_all = self.total_norm()
-        if self._at_end is not None:
-            self._at_end(self, found)
+        self._at_end(self, found)
         # One look at all of them, behind the last: each look lets a device run dry.
         if self._loss_later is not None:
             self._look_at_loss(*self._loss_later)
