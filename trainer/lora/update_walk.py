@@ -19,7 +19,7 @@ from trainer.lora.forms import whole
 from trainer.lora.runs import Runs
 from trainer.lora.stages import AdaptedStage
 from trainer.lora.targets import adapter_specs
-from trainer.lora.updating import ELEMENTWISE
+from trainer.lora.updating import ELEMENTWISE, update_as_one
 from trainer.optimizers.rule import UpdateRule
 from trainer.optimizers.tiles import ShardUpdate
 from trainer.vram_trace import META, MemoryTrace
@@ -52,18 +52,7 @@ def _as_one(runs: Runs, gradients: Mapping[str, Named], rule: UpdateRule) -> Non
     image = torch.empty(runs.bytes, dtype=torch.uint8, device=META)
     params, states = runs.flat_adapters(image), runs.flat_states(image)
     gradient = runs.flat(gradients)
-    state = {f"all.{kind}": row for kind, row in states.items()}
-    update = ShardUpdate(
-        params={"all": params},
-        state=state,
-        new_params={"all": params},
-        new_state=state,
-        gradients={"all": gradient},
-        gradient_scale=1.0,
-        learning_rate=1e-3,
-        step=1,
-    )
-    rule.update(Device(META), update)
+    update_as_one(rule, Device(META), params, states, gradient, learning_rate=1e-3, step=1)
 
 
 def _each(

@@ -16,12 +16,14 @@ from torch import Tensor
 
 from shardb import ShardView, StagedShard, torch_adaptor
 from trainer.backward import StageGradients
+from trainer.device import Device
 from trainer.lora.forms import SlotForm
 from trainer.lora.model import AdaptedModel
 from trainer.lora.runs import Runs, shards_of
 from trainer.lora.small_copies import SmallCopies, copy_small
 from trainer.optimizers.adamw import AdamW
 from trainer.optimizers.lion import Lion
+from trainer.optimizers.rule import UpdateRule
 from trainer.optimizers.tiles import ShardUpdate
 from trainer.step import ShardTransaction, StepOrder, write_update
 
@@ -88,6 +90,32 @@ class _Copied(Updates):
         self._copies = copies
 
 
+def update_as_one(
+    rule: UpdateRule,
+    device: Device,
+    params: Tensor,
+    states: Mapping[str, Tensor],
+    gradient: Tensor,
+    *,
+    learning_rate: float,
+    step: int,
+) -> None:
+    """Update rows [1, N] in place as one tensor of one shard; states: a row a kind."""
+    state = {f"all.{kind}": row for kind, row in states.items()}
+    update = ShardUpdate(
+        name="adapters",
+        params={"all": params},
+        state=state,
+        new_params={"all": params},
+        new_state=state,
+        gradients={"all": gradient},
+        gradient_scale=1.0,
+        learning_rate=learning_rate,
+        step=step,
+    )
+    rule.update(device, update)
+
+
 class FlatUpdates(_Copied):
     """All stages as if they were one tensor, between two copies, before anybody looks."""
 
@@ -109,20 +137,14 @@ class FlatUpdates(_Copied):
         else:
             for name, part in runs.by_stage(gradient).items():
                 part.mul_(scales[name])
-        state = {f"all.{kind}": row for kind, row in states.items()}
-        rule.update(
+        update_as_one(
+            rule,
             device,
-            ShardUpdate(
-                name="adapters",
-                params={"all": params},
-                state=state,
-                new_params={"all": params},
-                new_state=state,
-                gradients={"all": gradient},
-                gradient_scale=1.0,
-                learning_rate=self._order.learning_rate,
-                step=self._order.step,
-            ),
+            params,
+            states,
+            gradient,
+            learning_rate=self._order.learning_rate,
+            step=self._order.step,
         )
         runs.put_states(image, states)
         self._copies.run_to_host(image)
